@@ -1,0 +1,68 @@
+"""`enable`, `disable`, `enabled`, `last_stats`: the drop-in's switches."""
+
+import contextlib
+
+from .generate import Generate
+
+
+def enable(model, draft=None, *, block_size=None, max_length=None, mesh=None):
+    """Replace `model.generate` by a compiled one; everything else of the model stays as it is.
+
+    Args:
+        model: HF causal language model, from `from_pretrained` or `load_target`.
+        draft: `load_draft(...)`; None compiles plain autoregressive decoding.
+        block_size: slots per block, anchor included, at most the draft's; None takes the draft's.
+        max_length: longest prompt + output to provide for. Then one cache length serves every call; None sizes
+            caches by request, in powers of two.
+        mesh: `jax.sharding.Mesh` to run on; not supported yet.
+
+    Returns:
+        The same model. Its weights are read now: call `enable` again after changing them.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: one paragraph naming argument, value and the way out; then
+            `model.generate` is what it was before.
+    """
+    from .engine import Engine
+
+    if mesh is not None:
+        raise NotImplementedError(f"mesh: {mesh} given, but this version runs on one device; leave mesh out.")
+    engine = Engine(model, draft, block_size=block_size, max_length=max_length)
+    disable(model)
+    model.generate = Generate(model, engine)
+    return model
+
+
+def disable(model):
+    """Give `model` back the generate it had before `enable`; does nothing on a model that is not enabled."""
+    generate = model.__dict__.get("generate")
+    if isinstance(generate, Generate):
+        generate.restore(model)
+    return model
+
+
+@contextlib.contextmanager
+def enabled(model, draft=None, **options):
+    """`enable` for the length of a `with` block; the block gets the model."""
+    before = model.__dict__.get("generate")
+    enable(model, draft, **options)
+    try:
+        yield model
+    finally:
+        disable(model)
+        if before is not None:
+            model.generate = before
+
+
+def last_stats(model):
+    """`DecodeStats` of the last `generate` call on an enabled model.
+
+    Raises:
+        ValueError: the model is not enabled, or generate was not called yet.
+    """
+    generate = model.__dict__.get("generate")
+    if not isinstance(generate, Generate):
+        raise ValueError("model: not enabled; call dflash_torchax.enable(model, draft) first")
+    if generate.last_stats is None:
+        raise ValueError("model: generate was not called since enable; there are no stats yet")
+    return generate.last_stats

@@ -1,0 +1,117 @@
+"""Attention against a cache whose slot is its position, for HF modules and for the draft.
+
+HF modules reach it by name through `AttentionInterface`. No mask function is registered on purpose: HF then
+builds no mask, and the one used here is derived from the clock alone, whatever the architecture.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from transformers import AttentionInterface
+
+from . import bridge
+from .cache import StaticKV
+
+# Without "flash" in it: HF would go looking for a flash attention kernel of that name.
+IMPLEMENTATION = "torchax_by_position"
+_VIEW = contextvars.ContextVar("dflash_torchax_attention_view")
+
+
+@dataclasses.dataclass
+class AttentionView:
+    """What one traced forward sees of a cache: where it writes, and how far each query may look.
+
+    Fields:
+        cache: the cache pytree, replaced on every write.
+        starts: [batch] slot of the first query.
+        positions: [batch, width] position (== slot) of each query.
+        last_visible: [batch, width] last slot a query may read; equal to `positions` for causal attention.
+        calls: layers that attended, in order.
+    """
+
+    cache: StaticKV
+    starts: jax.Array
+    positions: jax.Array
+    last_visible: jax.Array
+    calls: list = dataclasses.field(default_factory=list)
+
+    def update(self, layer, key, value):
+        self.cache = self.cache.write(layer, key, value, self.starts)
+        return self.cache.read(layer)
+
+    def attend(self, layer, query, key, value, **options):
+        self.calls.append(layer)
+        return attend(query, key, value, self.positions, self.last_visible, **options)
+
+
+@contextlib.contextmanager
+def lending(view):
+    """Make `view` the one that HF modules attend through."""
+    token = _VIEW.set(view)
+    try:
+        yield view
+    finally:
+        _VIEW.reset(token)
+
+
+def attend(query, key, value, positions, last_visible, *, scaling, window=None, symmetric=False, softcap=None, sinks=None):
+    """Grouped-query attention with a float32 softmax; K/V are never repeated to the query heads.
+
+    Args:
+        query: [batch, heads, width, head_dim].
+        key, value: [batch, kv_heads, slots, head_dim].
+        positions, last_visible: [batch, width], see `AttentionView`.
+        scaling: factor on the logits.
+        window: sliding window in positions, or None.
+        symmetric: the window also bounds slots after the query (bidirectional attention).
+        softcap: logits become softcap * tanh(logits / softcap).
+        sinks: [heads] logits of an always visible slot without value (gpt-oss).
+
+    Returns:
+        [batch, width, heads, head_dim] in the query's dtype.
+    """
+    batch, heads, width, head_dim = query.shape
+    kv_heads, slots = key.shape[1], key.shape[2]
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, width, head_dim)
+    logits = jnp.einsum("bkgtd,bksd->bkgts", grouped, key, preferred_element_type=jnp.float32) * scaling
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
+    visible = visible_slots(slots, positions, last_visible, window, symmetric)[:, None, None]
+    logits = jnp.where(visible, logits, jnp.finfo(jnp.float32).min)
+    if sinks is not None:
+        sink = sinks.reshape(1, kv_heads, -1, 1, 1).astype(jnp.float32)
+        logits = jnp.concatenate([logits, jnp.broadcast_to(sink, (*logits.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(logits, axis=-1)[..., :slots].astype(value.dtype)
+    out = jnp.einsum("bkgts,bksd->btkgd", weights, value, preferred_element_type=jnp.float32)
+    return out.reshape(batch, width, heads, value.shape[-1]).astype(query.dtype)
+
+
+def visible_slots(slots, positions, last_visible, window=None, symmetric=False):
+    """[batch, width, slots] bool: which slots each query may read."""
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    visible = slot <= last_visible[..., None]
+    if window is not None:
+        visible &= slot > positions[..., None] - window
+        if symmetric:
+            visible &= slot < positions[..., None] + window
+    return visible
+
+
+def _hf_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
+                  softcap=None, s_aux=None, **kwargs):
+    """The function HF attention modules call; shapes as in `transformers.AttentionInterface`."""
+    if attention_mask is not None:
+        raise NotImplementedError("attention_mask: this model builds its own attention mask, which would be ignored here")
+    query, key, value, sinks = bridge.jax_view((query, key, value, s_aux))
+    out = _VIEW.get().attend(
+        getattr(module, "layer_idx", None), query, key, value,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window, softcap=softcap, sinks=sinks,
+    )
+    return bridge.torch_view(out), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _hf_attention)

@@ -1,0 +1,184 @@
+"""The only file that imports torchax: torch modules as pure functions of JAX arrays.
+
+A module stays where it is (CPU or meta). `params_of` reads its tensors as a flat dict of JAX arrays and
+`functionalize` runs torch code on it with that dict swapped in, inside whatever `jax.jit` is tracing.
+"""
+
+import contextlib
+import contextvars
+import functools
+import math
+import threading
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+
+# Tracing swaps attributes of a shared module and torchax's environment is one object: one trace at a time.
+_TRACE_LOCK = threading.RLock()
+_PLATFORM = contextvars.ContextVar("dflash_torchax_platform", default="tpu")
+
+
+@functools.cache
+def _environment():
+    """A private torchax environment, so that overriding an op changes nothing for other torchax users."""
+    import torchax
+    from torchax.tensor import Environment
+
+    del torchax  # imported for its registration side effects
+    env = Environment()
+    env.override_op_definition(
+        torch.nn.functional.linear,
+        lambda x, weight, bias=None: env.j2t_iso(_linear(*env.t2j_iso((x, weight, bias)))),
+    )
+    return env
+
+
+def _linear(x, weight, bias=None):
+    """x @ weight.T + bias, shaped for how the platform multiplies few rows by a large matrix.
+
+    XLA:CPU reads a weight fastest as the left operand, as stored, once more than one row is multiplied
+    (1.5x to 2x at 2 to 16 rows); one row is a matrix-vector product, which it does well either way.
+    """
+    rows = math.prod(x.shape[:-1])
+    if _PLATFORM.get() == "cpu" and 1 < rows <= 32:
+        flat = x.reshape(rows, x.shape[-1])
+        out = jax.lax.dot_general(weight, flat, (((1,), (1,)), ((), ()))).T.reshape(*x.shape[:-1], -1)
+    else:
+        out = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+    return out if bias is None else out + bias
+
+
+def torch_view(tree):
+    """JAX arrays of a pytree seen as torch tensors, without a copy; anything else passes unchanged."""
+    return _environment().j2t_iso(tree)
+
+
+def jax_view(tree):
+    """The reverse of `torch_view`."""
+    return _environment().t2j_iso(tree)
+
+
+class Functional:
+    """A torch module as a pure function: `self(params, body, *args)` runs `body(module, *args)`.
+
+    Args:
+        module: any `nn.Module`; its own tensors are never read here and may be on the meta device.
+        platform: "cpu" or "tpu", the device the traced program is compiled for.
+    """
+
+    def __init__(self, module, platform):
+        self.module = module
+        self.platform = platform
+        self.aliases = _aliases(module)
+
+    def __call__(self, params, body, *args):
+        """Run `body(module, *args)` on `params` (name -> array); arrays in and out are JAX arrays.
+
+        Raises:
+            KeyError: `params` lacks a tensor of the module.
+        """
+        swapped = {f"module.{name}": params[name] for name in params}
+        swapped |= {f"module.{name}": params[owner] for name, owner in self.aliases.items()}
+        precision = "highest" if any(p.dtype == jnp.float32 for p in params.values()) else "default"
+        token = _PLATFORM.set(self.platform)
+        try:
+            with _TRACE_LOCK, _environment(), torch.no_grad(), jax.default_matmul_precision(precision):
+                result = torch.func.functional_call(
+                    _Body(self.module), torch_view(swapped), (body, *torch_view(args)), tie_weights=False
+                )
+                return jax_view(result)
+        finally:
+            _PLATFORM.reset(token)
+
+
+class _Body(torch.nn.Module):
+    """Gives `functional_call` a forward that runs any function of the wrapped module."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, body, *args):
+        return body(self.module, *args)
+
+
+def functionalize(module, platform):
+    """`Functional(module, platform)`: see there."""
+    return Functional(module, platform)
+
+
+def _named_tensors(module):
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _aliases(module):
+    """Names of tied tensors -> the name under which `params_of` keeps them."""
+    owners, aliases = {}, {}
+    for name, tensor in _named_tensors(module):
+        owner = owners.setdefault(id(tensor), name)
+        if owner != name:
+            aliases[name] = owner
+    return aliases
+
+
+def params_of(module, dtype=None, place=None):
+    """The module's parameters and buffers as a flat dict, tied tensors once.
+
+    Args:
+        module: torch module on the CPU, or on meta (then the values are `jax.ShapeDtypeStruct`).
+        dtype: JAX dtype for the floating point tensors; None keeps theirs.
+        place: function (name, numpy array) -> JAX array; default is the default device.
+
+    Returns:
+        dict of name -> array. CPU arrays may share memory with the module: call `enable` again after
+        changing weights.
+    """
+    aliases = _aliases(module)
+    return {
+        name: to_jax(tensor, dtype, None if place is None else functools.partial(place, name))
+        for name, tensor in _named_tensors(module)
+        if name not in aliases
+    }
+
+
+def to_jax(tensor, dtype=None, place=None):
+    """One torch tensor as a JAX array (or a `ShapeDtypeStruct` for a meta tensor); int64 becomes int32."""
+    target = jax_dtype(tensor.dtype)
+    if dtype is not None and jnp.issubdtype(target, jnp.floating):
+        target = jnp.dtype(dtype)
+    if tensor.device.type == "meta":
+        return jax.ShapeDtypeStruct(tuple(tensor.shape), target)
+    host = _numpy(tensor.detach().cpu().contiguous())
+    if host.dtype != target:
+        host = host.astype(target)
+    return jnp.asarray(host) if place is None else place(host)
+
+
+def _numpy(tensor):
+    if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def jax_dtype(dtype):
+    """torch dtype -> the numpy dtype JAX uses for it with x64 off."""
+    if dtype == torch.bfloat16:
+        return jnp.dtype(jnp.bfloat16)
+    dtype = torch.empty((), dtype=dtype).numpy().dtype
+    return {np.dtype("int64"): np.dtype("int32"), np.dtype("float64"): np.dtype("float32")}.get(dtype, dtype)
+
+
+def torch_dtype(dtype):
+    """JAX dtype -> torch dtype."""
+    return torch.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else torch.from_numpy(np.empty((), dtype)).dtype
+
+
+@contextlib.contextmanager
+def tracing():
+    """Hold the trace lock: for callers that prepare a module before tracing it."""
+    with _TRACE_LOCK:
+        yield

@@ -1,0 +1,114 @@
+"""The whole algorithm: prefill, then step = propose, verify, accept, commit, until every row is finished.
+
+Everything here is pure and traced; `engine` compiles it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from .attention import AttentionView
+from .cache import StaticKV, write_rows
+from .proposers import Proposer
+from .sampling import accept_greedy
+from .state import DecodeState
+from .target import Target
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """Weights as arguments of every program: the target's and the proposer's."""
+
+    target: dict
+    draft: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Speculative decoding of `target` with `proposer`; the fields are static, all values are arguments."""
+
+    target: Target
+    proposer: Proposer
+
+    def prefill(self, params, prompt, lengths, limits, eos_ids, *, slots):
+        """Read the prompts and commit each row's first token.
+
+        Args:
+            prompt: int32 [batch, width], right-padded.
+            lengths: int32 [batch], true prompt lengths, 1..width.
+            limits: int32 [batch], total lengths not to exceed.
+            eos_ids: int32 [n], filled up with -1.
+            slots: static; at least max(limits) + block_size.
+        """
+        batch_size, width = prompt.shape
+        state = DecodeState.create(
+            prompt, lengths, limits, eos_ids, slots,
+            target_cache=StaticKV.create(self.target.layout, batch_size, slots),
+            draft_cache=self.proposer.create_cache(batch_size, slots),
+        )
+        starts = jnp.zeros_like(lengths)
+        positions = starts[:, None] + jnp.arange(width, dtype=jnp.int32)
+        state, hidden = self._read(params, state, prompt, starts, positions)
+        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+        first = jnp.argmax(self.target.head(params.target, last), axis=-1).astype(jnp.int32)
+        return self._commit(state, first, jnp.zeros_like(lengths))
+
+    def step(self, params, state):
+        """One propose-verify-accept-commit round for every row."""
+        proposal = self.proposer.propose(params.draft, params.target, state)
+        state = dataclasses.replace(state, draft_cache=proposal.cache)
+        state, logits = self.verify(params, state, proposal.tokens)
+        verdict = accept_greedy(proposal.tokens, jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        return self.commit(state, verdict)
+
+    def decode_loop(self, params, state):
+        """Step until every row is finished."""
+        return jax.lax.while_loop(lambda s: ~s.finished.all(), lambda s: self.step(params, s), state)
+
+    def verify(self, params, state, drafted):
+        """The target on [anchor, drafted...]: (state with both caches written, logits [batch, block_size, vocab])."""
+        block = jnp.concatenate([state.anchors[:, None], drafted], axis=1)
+        state, hidden = self._read(params, state, block, state.starts, state.positions(block.shape[1]))
+        return state, self.target.head(params.target, hidden)
+
+    def commit(self, state, verdict):
+        """Count a step and move the clock over what it commits; not moving it is the rollback."""
+        active = ~state.finished
+        before = state.lengths
+        state = self._commit(state, verdict.tokens, verdict.num_accepted)
+        committed = state.lengths - before
+        room = jnp.minimum(self.proposer.block_size, state.limits - before)
+        accepted = jnp.maximum(committed - 1, 0)[:, None]
+        return dataclasses.replace(
+            state,
+            num_steps=state.num_steps + active,
+            num_drafted=state.num_drafted + jnp.where(active, room - 1, 0),
+            accepted_per_step=write_rows(state.accepted_per_step, accepted, state.num_steps, axis=0),
+        )
+
+    def _read(self, params, state, ids, starts, positions):
+        """Run the target on `ids`, write its K/V and the draft's context K/V at the same slots."""
+        view = AttentionView(state.target_cache, starts, positions, last_visible=positions)
+        output = self.target.forward(params.target, ids, view, self.proposer.taps)
+        draft_cache = self.proposer.inject(params.draft, state.draft_cache, output.feature, starts, positions)
+        return dataclasses.replace(state, target_cache=output.cache, draft_cache=draft_cache), output.hidden
+
+    def _commit(self, state, tokens, num_accepted):
+        """Write `num_accepted + 1` of `tokens` behind the clock, cut at the first eos and at the limit."""
+        with jax.named_scope("commit"):
+            index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+            is_eos = (tokens[..., None] == state.eos_ids).any(-1)
+            first_eos = jnp.where(is_eos, index, tokens.shape[1]).min(axis=1)
+            room = state.limits - state.lengths
+            count = jnp.minimum(jnp.minimum(num_accepted, first_eos) + 1, room)
+            count = jnp.where(state.finished, 0, count)
+            lengths = state.lengths + count
+            hit_eos = first_eos < count
+            return dataclasses.replace(
+                state,
+                tokens=write_rows(state.tokens, tokens, state.lengths, axis=0),
+                lengths=lengths,
+                finished=state.finished | hit_eos | (lengths >= state.limits),
+            )

@@ -1,0 +1,135 @@
+"""Proposers: what drafts the tokens of a block. All share the target, the loop and the acceptance."""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from . import bridge
+from .attention import AttentionView
+from .cache import StaticKV
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """tokens int32 [batch, block_size - 1], and the proposer's cache after drafting."""
+
+    tokens: jax.Array
+    cache: object
+
+
+class Proposer(Protocol):
+    """What `decode.Decoder` asks of a proposer. All methods are pure and run inside the compiled step.
+
+    Fields:
+        block_size: anchor and drafted tokens; block_size - 1 are drafted.
+        taps: target layers whose outputs `inject` reads; () for none.
+        params: the proposer's own parameters, a pytree passed to each method.
+    """
+
+    block_size: int
+    taps: tuple[int, ...]
+    params: object
+
+    def create_cache(self, batch_size, slots): ...
+
+    def inject(self, params, cache, feature, starts, positions):
+        """Take in the context feature [batch, width, taps * hidden] of slots `starts ..`; rejected rows lie
+        beyond the clock and are overwritten by the next call."""
+
+    def propose(self, params, target_params, state): ...
+
+
+class Autoregressive:
+    """Drafts nothing: a step is one plain decoding step. The baseline of every comparison."""
+
+    block_size = 1
+    taps = ()
+    params = ()
+
+    def create_cache(self, batch_size, slots):
+        return ()
+
+    def inject(self, params, cache, feature, starts, positions):
+        return cache
+
+    def propose(self, params, target_params, state):
+        return Proposal(jnp.zeros((state.lengths.shape[0], 0), jnp.int32), state.draft_cache)
+
+
+class DFlash:
+    """Block-diffusion drafting: one forward of the draft proposes the whole block.
+
+    Args:
+        draft: `DFlashDraftModel`.
+        target: `target.Target`, whose embedding and output embedding the draft uses.
+        block_size: at most the trained one; None takes it.
+
+    Raises:
+        ValueError: the draft does not fit the target or the block size is out of range.
+    """
+
+    def __init__(self, draft, target, block_size=None, params=None):
+        config = draft.config
+        config.check_fits(target)
+        trained = config.block_size
+        self.block_size = trained if block_size is None else block_size
+        if not 1 <= self.block_size <= trained:
+            raise ValueError(f"block_size: {block_size} is outside 1..{trained}; this draft was trained for blocks of {trained}.")
+        self.target = target
+        self.config = config
+        self.taps = config.target_layer_ids
+        self.run = bridge.functionalize(draft, target.run.platform)
+        self.params = bridge.params_of(draft, dtype=target.dtype) if params is None else params
+
+    def create_cache(self, batch_size, slots):
+        backbone = self.config.backbone
+        head = (backbone.num_key_value_heads, backbone.head_dim)
+        return StaticKV.create([(head, head, self.target.dtype)] * backbone.num_hidden_layers, batch_size, slots)
+
+    def inject(self, params, cache, feature, starts, positions):
+        with jax.named_scope("inject_context"):
+            pairs = self.run(params, lambda draft, *args: draft.inject_context(*args), feature, positions)
+        for layer, (key, value) in enumerate(pairs):
+            cache = cache.write(layer, key, value, starts)
+        return cache
+
+    def propose(self, params, target_params, state):
+        hidden, cache = self.denoise(params, target_params, state)
+        logits = self.target.unembed(target_params, hidden[:, 1:])
+        logits = self.run(params, lambda draft, logits: draft.finish_logits(logits), logits)
+        return Proposal(jnp.argmax(logits, axis=-1).astype(jnp.int32), cache)
+
+    def denoise(self, params, target_params, state):
+        """The draft's hidden states [batch, block_size, hidden] of the next block, and its cache.
+
+        The block's own K/V go through the cache at the slots that `inject` overwrites after verification. Slots at
+        or past a row's limit do not exist: no query sees them.
+        """
+        batch_size = state.lengths.shape[0]
+        masks = jnp.full((batch_size, self.block_size - 1), self.config.mask_token_id, jnp.int32)
+        block = jnp.concatenate([state.anchors[:, None], masks], axis=1)
+        positions = state.positions(self.block_size)
+        last = jnp.minimum(state.starts + self.block_size, state.limits) - 1
+        views = {
+            True: AttentionView(state.draft_cache, state.starts, positions, positions),
+            False: AttentionView(state.draft_cache, state.starts, positions, jnp.broadcast_to(last[:, None], positions.shape)),
+        }
+        cache = state.draft_cache
+
+        def attend(module, query, key, value):
+            nonlocal cache
+            view = dataclasses.replace(views[module.is_causal], cache=cache)
+            query, key, value = bridge.jax_view((query, key, value))
+            key, value = view.update(module.layer_idx, key, value)
+            cache = view.cache
+            out = view.attend(module.layer_idx, query, key, value, scaling=module.head_dim**-0.5,
+                              window=module.sliding_window, symmetric=not module.is_causal)
+            return bridge.torch_view(out)
+
+        with jax.named_scope("draft"):
+            embedded = self.target.embed(target_params, block) * self.config.input_embedding_scale
+            hidden = self.run(params, lambda draft, *args: draft.denoise(*args, attend), embedded, positions)
+        return hidden, cache
