@@ -5,11 +5,12 @@ Importing this package starts nothing: no device is touched and no compiler runs
 
 from importlib import import_module
 
+from ._about import VERSION
 from ._versions import check_versions
 
 check_versions()
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # Public name -> module that defines it; resolved on first use so that importing stays cheap.
 _EXPORTS = {

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .attention import AttentionView
 from .cache import StaticKV, write_rows
 from .proposers import Proposer
-from .sampling import accept_greedy
+from .sampling import accept_greedy, greedy
 from .state import DecodeState
 from .target import Target
 
@@ -52,7 +52,7 @@ class Decoder:
         positions = starts[:, None] + jnp.arange(width, dtype=jnp.int32)
         state, hidden = self._read(params, state, prompt, starts, positions)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-        first = jnp.argmax(self.target.head(params.target, last), axis=-1).astype(jnp.int32)
+        first = greedy(self.target.head(params.target, last))
         return self._commit(state, first, jnp.zeros_like(lengths))
 
     def step(self, params, state):
@@ -60,7 +60,7 @@ class Decoder:
         proposal = self.proposer.propose(params.draft, params.target, state)
         state = dataclasses.replace(state, draft_cache=proposal.cache)
         state, logits = self.verify(params, state, proposal.tokens)
-        verdict = accept_greedy(proposal.tokens, jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        verdict = accept_greedy(proposal.tokens, greedy(logits))
         return self.commit(state, verdict)
 
     def decode_loop(self, params, state):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from . import bridge
 from .attention import AttentionView
 from .cache import StaticKV
+from .sampling import greedy
 
 
 @jax.tree_util.register_dataclass
@@ -100,7 +101,7 @@ class DFlash:
         hidden, cache = self.denoise(params, target_params, state)
         logits = self.target.unembed(target_params, hidden[:, 1:])
         logits = self.run(params, lambda draft, logits: draft.finish_logits(logits), logits)
-        return Proposal(jnp.argmax(logits, axis=-1).astype(jnp.int32), cache)
+        return Proposal(greedy(logits), cache)
 
     def denoise(self, params, target_params, state):
         """The draft's hidden states [batch, block_size, hidden] of the next block, and its cache.

@@ -1,0 +1,58 @@
+"""Law: greedy output in float32 equals HF generate token for token, whatever the draft, block size or batch."""
+
+import pytest
+import torch
+
+from dflash_torchax import enabled, last_stats
+
+from .tiny import ARCHITECTURES, ScriptedProposer, left_padded, random_draft, random_prompts, scripts, tiny_target
+
+NEW_TOKENS = 24
+BLOCK_SIZES = (1, 2, 4, 8, 16)
+PROMPTS = random_prompts((9, 4, 13))
+
+
+@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
+def case(request):
+    """(model, HF's output alone and batched, script)."""
+    model = tiny_target(request.param)
+    ids, mask = left_padded(PROMPTS)
+    batched = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    alone = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=NEW_TOKENS, do_sample=False)
+    return model, alone, batched, scripts(model, PROMPTS, NEW_TOKENS)
+
+
+def _check(model, draft, block_size, alone, batched):
+    ids, mask = left_padded(PROMPTS)
+    with enabled(model, draft, block_size=block_size):
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False), batched)
+        batch_stats = last_stats(model)
+        assert torch.equal(model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=NEW_TOKENS, do_sample=False), alone)
+        return batch_stats, last_stats(model)
+
+
+@pytest.mark.parametrize("block_size", [pytest.param(b, marks=[] if b in (1, 8) else pytest.mark.slow) for b in BLOCK_SIZES])
+def test_random_draft_is_exact(case, block_size):
+    model, alone, batched, _ = case
+    _check(model, random_draft(model, block_size=16), block_size, alone, batched)
+
+
+@pytest.mark.parametrize("block_size", [pytest.param(b, marks=[] if b == 8 else pytest.mark.slow) for b in BLOCK_SIZES])
+def test_perfect_draft_is_exact_and_accepts_every_slot(case, block_size):
+    model, alone, batched, script = case
+    for stats in _check(model, ScriptedProposer(script, block_size), None, alone, batched):
+        assert stats.num_accepted_tokens == stats.num_drafted_tokens
+        assert all(n == block_size - 1 for row in stats.accepted_per_step for n in row[:-1])
+
+
+@pytest.mark.parametrize("block_size", [pytest.param(b, marks=[] if b == 8 else pytest.mark.slow) for b in BLOCK_SIZES])
+def test_wrong_draft_is_exact_and_accepts_nothing(case, block_size):
+    model, alone, batched, script = case
+    for stats in _check(model, ScriptedProposer(script, block_size, offset=1), None, alone, batched):
+        assert stats.num_accepted_tokens == 0
+        assert stats.num_steps == (NEW_TOKENS - 1) * len(stats.accepted_per_step)
+
+
+def test_plain_decoding_is_exact(case):
+    model, alone, batched, _ = case
+    _check(model, None, None, alone, batched)
