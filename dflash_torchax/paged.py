@@ -189,7 +189,7 @@ def _write_one_by_one(pages, numbers, fresh, offsets):
     page_size = pages.shape[1]
     for row in range(numbers.shape[0]):
         window = jnp.concatenate([jax.lax.dynamic_slice_in_dim(pages, number, 1)[0] for number in numbers[row]])
-        window = _merged(window, fresh[row], offsets[row])
+        window = jax.lax.dynamic_update_slice_in_dim(window, fresh[row], offsets[row], 0)
         for i, number in enumerate(numbers[row]):
             pages = jax.lax.dynamic_update_slice_in_dim(pages, window[None, i * page_size : (i + 1) * page_size], number, 0)
     return pages

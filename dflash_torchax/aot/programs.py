@@ -95,10 +95,10 @@ class Compiler:
         cache: as in `enable`.
     """
 
-    def __init__(self, target, draft, mesh, shape, cache="auto"):
+    def __init__(self, target, draft, mesh, shape, cache="auto", options=None):
         if shape.batch % mesh.shape["data"]:
             raise ValueError(f"batch: {shape.batch} rows do not divide over {mesh.shape['data']} data shards; give a multiple.")
-        self.mesh, self.shape = mesh, shape
+        self.mesh, self.shape, self.options = mesh, shape, options
         build = functools.partial(Engine, target, mesh=mesh, cache=cache)
         self.plain = build()
         self.engine = build(draft, block_size=shape.block_size) if draft is not None else self.plain
@@ -160,7 +160,7 @@ class Compiler:
     def _compile(self, name, width, function, *args, **kwargs):
         begin = time.perf_counter()
         with self._meshed():
-            compiled = function.lower(*args, **kwargs).compile()
+            compiled = function.lower(*args, **kwargs).compile(self.options)
         return Program(name, width, compiled, time.perf_counter() - begin)
 
 
