@@ -20,6 +20,7 @@ class Generate:
         functools.update_wrapper(self, type(model).generate)
 
     def __call__(self, *args, streamer=None, **kwargs):
+        _check_ids(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
         if kwargs.get("custom_generate") is not None:
             raise NotImplementedError("custom_generate: an enabled model has its own decoding loop; call disable(model) first.")
         if kwargs.get("assistant_model") is not None:
@@ -91,11 +92,16 @@ class ColumnBuffer:
         self.sent = max(self.sent, ready)
 
 
+def _check_ids(ids):
+    """HF's own preparation fails obscurely on ids that are no [batch, length] tensor."""
+    if ids is not None and (not isinstance(ids, torch.Tensor) or ids.ndim != 2):
+        got = f"{ids.ndim}-D of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise ValueError(f"input_ids: {got}; give a torch tensor of shape [batch, length], e.g. tokenizer(..., return_tensors='pt').")
+
+
 def _right_padded(input_ids, attention_mask):
     """HF's left-padded batch -> (int32 [batch, width] right-padded, int32 [batch] lengths)."""
     ids = input_ids.cpu().numpy()
-    if ids.ndim != 2:
-        raise ValueError(f"input_ids: {ids.ndim}-D of shape {tuple(ids.shape)}; give [batch, length].")
     mask = np.ones_like(ids) if attention_mask is None else attention_mask.cpu().numpy()
     if mask.shape != ids.shape:
         raise ValueError(f"attention_mask: shape {mask.shape} for input_ids of shape {ids.shape}; they must be equal.")
