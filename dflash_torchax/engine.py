@@ -139,7 +139,7 @@ def _checked_max_length(max_length, max_positions):
 
 def _proposer_for(draft, target, block_size):
     if block_size is not None and (not isinstance(block_size, int) or block_size < 1):
-        raise ValueError(f"block_size: {block_size!r}; give an integer of at least 1 (the anchor and block_size - 1 drafted tokens).")
+        raise ValueError(f"block_size: {block_size!r}; give an integer of at least 1 (the anchor and the drafted tokens).")
     if draft is None:
         if block_size not in (None, 1):
             raise ValueError(f"block_size: {block_size} without a draft; pass draft=load_draft(...), or leave block_size out.")

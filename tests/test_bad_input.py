@@ -140,7 +140,7 @@ class TestGenerate:
         (torch.ones(1, 60, dtype=torch.long), {"max_new_tokens": 10}, ("max_new_tokens", 60, 64)),
         (torch.ones(1, 4, dtype=torch.long), {"attention_mask": torch.tensor([[1, 0, 1, 1]])}, ("attention_mask", "left")),
         (torch.ones(1, 4, dtype=torch.long), {"attention_mask": torch.tensor([[1, 1, 1, 0]])}, ("attention_mask", "padding_side")),
-        (torch.ones(2, 4, dtype=torch.long), {"attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]])}, ("input_ids", "empty")),
+        (torch.ones(2, 4, dtype=torch.long), {"attention_mask": torch.tensor([[1] * 4, [0] * 4])}, ("input_ids", "empty")),
         (torch.ones(4, dtype=torch.long), {"max_new_tokens": 3}, ("input_ids", "1-D")),
         (torch.full((1, 4), 97), {}, ("input_ids", 97)),
         (torch.full((1, 4), -1), {}, ("input_ids", -1)),
@@ -151,7 +151,8 @@ class TestGenerate:
         assert all(str(word) in str(caught.value) for word in words), caught.value
 
     @pytest.mark.parametrize(("name", "value"), [
-        ("do_sample", True), ("num_beams", 2), ("num_return_sequences", 2), ("repetition_penalty", 1.3), ("no_repeat_ngram_size", 2),
+        ("do_sample", True), ("num_beams", 2), ("num_return_sequences", 2), ("repetition_penalty", 1.3),
+        ("no_repeat_ngram_size", 2),
         ("min_new_tokens", 2), ("bad_words_ids", [[3]]), ("suppress_tokens", [3]), ("forced_eos_token_id", 3),
         ("sequence_bias", [[[3], 1.0]]), ("output_scores", True), ("output_logits", True), ("return_dict_in_generate", True),
         ("output_attentions", True), ("output_hidden_states", True), ("max_time", 5.0), ("cache_implementation", "static"),

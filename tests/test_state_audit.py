@@ -54,7 +54,8 @@ def test_caches_equal_a_recompute_over_random_steps(architecture):
     params = Params(target_params, {"draft": proposer.params, "script": script})
     prefill = jax.jit(decoder.prefill, static_argnames="slots")
     state = prefill(params, prompt, lengths, limits, eos, slots=SLOTS)
-    params = dataclasses.replace(params, draft={"draft": proposer.params, "script": jax.jit(decoder.decode_loop)(params, state).tokens})
+    script = jax.jit(decoder.decode_loop)(params, state).tokens
+    params = dataclasses.replace(params, draft={"draft": proposer.params, "script": script})
 
     step, recompute = jax.jit(decoder.step), _recompute_of(decoder)
     accepted = set()
