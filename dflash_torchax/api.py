@@ -71,3 +71,20 @@ def last_stats(model):
     if generate.last_stats is None:
         raise ValueError("model: generate was not called since enable; there are no stats yet")
     return generate.last_stats
+
+
+def stream_blocks(model, *args, **kwargs):
+    """Generate on an enabled model, block by block.
+
+    Args: as `model.generate`.
+
+    Yields:
+        (ids, accepted): per row the list of ids committed by this step and the number of accepted draft tokens among
+        them. The first item is each row's first token, which comes from the prompt alone.
+    """
+    generate = model.__dict__.get("generate")
+    if not isinstance(generate, Generate):
+        raise ValueError("model: not enabled; call dflash_torchax.enable(model, draft) first")
+    call = generate.prepare(*args, **kwargs)
+    yield from call.blocks()
+    generate.last_stats = call.stats
