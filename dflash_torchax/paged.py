@@ -38,6 +38,7 @@ class PagedKV(KVCache):
         free: int32 [groups * pool], per group a stack of free pages.
         num_free: int32 [groups], height of each stack.
         kernel: read pages with the Pallas TPU kernel.
+        fixed: the pool keeps its size when rows get longer (the user chose it).
     """
 
     pages: tuple[jax.Array, ...]
@@ -46,12 +47,13 @@ class PagedKV(KVCache):
     free: jax.Array
     num_free: jax.Array
     kernel: bool = dataclasses.field(default=False, metadata={"static": True})
+    fixed: bool = dataclasses.field(default=False, metadata={"static": True})
     placement: Placement = dataclasses.field(default=Placement(), metadata={"static": True})
 
     index_dims = ("data", None)
 
     @classmethod
-    def create(cls, layout, batch_size, pages_per_row, page_size, num_pages, kernel=False, placement=Placement()):  # noqa: B008
+    def create(cls, layout, batch_size, pages_per_row, page_size, num_pages, kernel=False, fixed=False, placement=Placement()):  # noqa: B008
         """An empty cache.
 
         Args:
@@ -79,6 +81,7 @@ class PagedKV(KVCache):
             free=numbers,
             num_free=jnp.full((groups,), num_pages - 1, jnp.int32),
             kernel=kernel,
+            fixed=fixed,
             placement=placement,
         )
 
@@ -101,13 +104,34 @@ class PagedKV(KVCache):
 
     def release(self, rows):
         """Take back all pages of the rows where `rows` (bool [batch]) is true."""
+        return self.trim(jnp.where(rows, 0, self.table.shape[1] * self.page_size))
+
+    def trim(self, ends):
+        """Take back the pages that hold only slots `>= ends[b]` (int32 [batch])."""
         row = ("data",)
-        run = self.placement.map(
-            _give_back, (("data", None), row, row, row, row), [("data", None), row, row, row]
-        )
+        kept = (ends + self.page_size - 1) // self.page_size
+        run = self.placement.map(_give_back, (("data", None), row, row, row, row), [("data", None), row, row, row])
         with jax.named_scope("release_pages"):
-            table, held, free, num_free = run(self.table, self.held, self.free, self.num_free, rows)
+            table, held, free, num_free = run(self.table, self.held, self.free, self.num_free, kept)
         return dataclasses.replace(self, table=table, held=held, free=free, num_free=num_free)
+
+    def grow(self, slots):
+        """The same history with room for `slots` slots a row; a pool of fixed size keeps its pages."""
+        columns = max(-(-slots // self.page_size) - self.table.shape[1], 0)
+        extra = 0 if self.fixed else columns * self.table.shape[0] // self.placement.num_data
+        table = jnp.pad(self.table, ((0, 0), (0, columns)))
+        if not extra:
+            return dataclasses.replace(self, table=table)
+
+        def more(pages, free, num_free):
+            fresh = jnp.arange(free.shape[0], free.shape[0] + extra, dtype=jnp.int32)
+            free = jax.lax.dynamic_update_slice(jnp.pad(free, (0, extra)), fresh, num_free)
+            return [tuple(jnp.pad(pool, ((0, extra), (0, 0), (0, 0), (0, 0))) for pool in pages), free, num_free + extra]
+
+        dims = self.dims()
+        specs = [dims.pages, dims.free, dims.num_free]
+        pages, free, num_free = self.placement.map(more, tuple(specs), specs)(self.pages, self.free, self.num_free)
+        return dataclasses.replace(self, pages=pages, table=table, free=free, num_free=num_free)
 
     def read(self, layer):
         """All slots of a layer, gathered: (keys, values) of [batch, kv_heads, slots, head_dim]. Without a mesh."""
@@ -169,13 +193,15 @@ class PagedKV(KVCache):
         return [jnp.where(taking, page, table), held + need, num_free - need.sum()]
 
 
-def _give_back(table, held, free, num_free, rows):
-    count = jnp.where(rows, held, 0)
+def _give_back(table, held, free, num_free, kept):
+    kept = jnp.minimum(kept, held)
+    count = held - kept
     above = num_free[0] + jnp.cumsum(count) - count
-    column = jnp.arange(table.shape[1], dtype=jnp.int32)
-    entry = jnp.where(column < count[:, None], above[:, None] + column, free.shape[0])
+    column = jnp.arange(table.shape[1], dtype=jnp.int32) - kept[:, None]
+    given = (column >= 0) & (column < count[:, None])
+    entry = jnp.where(given, above[:, None] + column, free.shape[0])
     free = free.at[entry].set(table, mode="drop")
-    return [jnp.where(rows[:, None], 0, table), jnp.where(rows, 0, held), free, num_free + count.sum()]
+    return [jnp.where(given, 0, table), kept, free, num_free + count.sum()]
 
 
 def _gathered(pages, table):
@@ -276,7 +302,7 @@ class PagedCache:
         placement = target.placement
         kernel = target.run.platform == "tpu" and kernel_refusal(target.layout, placement.num_model) is None
         return PagedKV.create(target.layout, batch_size, self._pages_for(slots), self.page_size, self.pool(batch_size, slots, placement.num_data),
-                              kernel, placement)
+                              kernel, self.num_pages is not None, placement)
 
     def pool(self, batch_size, slots, num_data=1):
         """Pages of one data shard's pool."""
