@@ -75,7 +75,7 @@ def devices_of(topology_name):
 
 
 def check_libtpu():
-    """Raise ImportError without libtpu, ValueError where its version is not the one this jax needs."""
+    """libtpu's version; ImportError without libtpu, ValueError where it is not the version this jax needs."""
     wanted = LIBTPU_FOR_JAX.get(jax.__version__)
     install = f"pip install libtpu=={wanted}" if wanted else f"pip install 'jax[tpu]=={jax.__version__}'"
     try:
@@ -84,6 +84,7 @@ def check_libtpu():
         raise ImportError(f"libtpu, which holds the TPU compiler, is not installed. Run: {install} (it needs no TPU).") from None
     if wanted is not None and have != wanted:
         raise ValueError(f"libtpu: version {have} is installed, but jax {jax.__version__} needs {wanted}. Run: {install}")
+    return have
 
 
 def mesh_of(topology_name, num_model=1, num_data=1):
