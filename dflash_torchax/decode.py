@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .attention import AttentionView
 from .cache import grown, write_rows
-from .paged import StaticCache
+from .cache_factory import StaticCache
 from .proposers import Proposer
 from .sampling import Rules, accept, choose, prefix_of
 from .state import DecodeState

@@ -37,7 +37,8 @@ def main():
         output = model.generate(**inputs, max_new_tokens=128, do_sample=False)
         seconds = time.perf_counter() - begin
         new = output.shape[1] - inputs["input_ids"].shape[1]
-        print(f"{run}: {new} tokens in {seconds:.2f} s, tau {last_stats(model).acceptance_length:.2f}, on {jax.devices()[0].device_kind}")
+        tau, device = last_stats(model).acceptance_length, jax.devices()[0].device_kind
+        print(f"{run}: {new} tokens in {seconds:.2f} s, tau {tau:.2f}, on {device}")
     print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 

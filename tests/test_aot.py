@@ -62,7 +62,9 @@ def test_reduced_depth_step_over_four_chips_moves_activations_only():
 @needs_libtpu
 def test_a_pair_that_does_not_fit_is_refused_with_the_numbers_before_compiling():
     compiler = Compiler(*_pair("llama3.1-8b", 2), mesh_of("v5e:2x2"), Shape(batch=64, context=65536))
-    with pytest.raises(CapacityError, match=r"batch 64 and context 65536 take \d+\.\d GiB on each device, but a v5e has 16 GiB. Raise tp above 1"):
+    with pytest.raises(
+        CapacityError, match=r"batch 64 and context 65536 take \d+\.\d GiB on each device, but a v5e has 16 GiB. Raise tp above 1"
+    ):
         check_fits(compiler, CHIPS["v5e"], "v5e:2x2", 1)
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from dflash_torchax import enabled, last_stats
-from dflash_torchax.paged import PagedCache
+from dflash_torchax import PagedCache, enabled, last_stats
 
 from .tiny import ARCHITECTURES, ScriptedProposer, left_padded, random_draft, random_prompts, scripts, tiny_target
 

@@ -14,7 +14,7 @@ import math
 import jax
 import torch
 from dflash_torchax import enabled, last_stats
-from dflash_torchax.paged import PagedCache
+from dflash_torchax import PagedCache
 from tests.tiny import left_padded, random_draft, random_prompts, tiny_target
 
 model = tiny_target({architecture!r}, vocab_size=96, num_hidden_layers=2)
@@ -70,8 +70,12 @@ print("same")
 
 def _run(code, devices=4):
     """Run `code` on virtual CPU devices; its asserts are the test's."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-                   "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "same" in done.stdout
@@ -90,7 +94,10 @@ def test_1_2_and_4_devices_and_data_by_tensor_give_the_same_tokens():
 def test_uneven_heads_are_replicated_and_named():
     """Two kv heads on four devices: attention is replicated, the rest is split, the tokens are the same."""
     log = _run(SAME_TOKENS.format(architecture="llama", caches="('static',)", meshes=[((4,), ("model",))]))
-    assert "model.layers.*.self_attn.k_proj.weight: shape (16, 32) with 2 kv heads does not divide over 4 devices; it is replicated" in log
+    assert (
+        "model.layers.*.self_attn.k_proj.weight: shape (16, 32) with 2 kv heads does not divide over 4 devices; it is replicated"
+        in log
+    )
 
 
 @pytest.mark.slow

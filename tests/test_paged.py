@@ -8,7 +8,8 @@ import torch
 
 from dflash_torchax import enabled, last_stats
 from dflash_torchax.cache import StaticKV
-from dflash_torchax.paged import PagedCache, PagedKV, cache_for, kernel_refusal
+from dflash_torchax.cache_factory import PagedCache, cache_for, kernel_refusal
+from dflash_torchax.paged import PagedKV
 from dflash_torchax.target import Target
 
 from .tiny import random_draft, random_prompts, scripts, tiny_target
@@ -71,7 +72,10 @@ def test_paged_attention_equals_static(batch_size, width):
         starts = jnp.asarray(generator.integers(0, 24 - width + 1, batch_size), jnp.int32)
         positions = starts[:, None] + jnp.arange(width, dtype=jnp.int32)
         inputs = (0, normal(4), normal(2), normal(2), starts, positions, None)
-        (out, paged), (expected, static) = paged.attend(*inputs, scaling=0.3, window=9), static.attend(*inputs, scaling=0.3, window=9)
+        (out, paged), (expected, static) = (
+            paged.attend(*inputs, scaling=0.3, window=9),
+            static.attend(*inputs, scaling=0.3, window=9),
+        )
         np.testing.assert_array_equal(out, expected)
         for ours, theirs in zip(paged.read(0), static.read(0), strict=True):
             np.testing.assert_array_equal(ours, theirs)
@@ -87,10 +91,18 @@ def test_gathered_attention_equals_jax_reference():
     cache = cache.write(0, normal(2, 20), normal(2, 20), zeros)
     starts = jnp.array([4, 0, 11], jnp.int32)
     query = normal(4, 5)
-    out, cache = cache.attend(0, query, normal(2, 5), normal(2, 5), starts, starts[:, None] + jnp.arange(5), None, scaling=0.4, softcap=3.0)
+    out, cache = cache.attend(
+        0, query, normal(2, 5), normal(2, 5), starts, starts[:, None] + jnp.arange(5), None, scaling=0.4, softcap=3.0
+    )
     reference = ref_ragged_paged_attention(
-        query.transpose(0, 2, 1, 3).reshape(15, 4, 8), cache.pages[0], starts + 5, cache.table, jnp.arange(4, dtype=jnp.int32) * 5,
-        jnp.array([3], jnp.int32), sm_scale=0.4, soft_cap=3.0,
+        query.transpose(0, 2, 1, 3).reshape(15, 4, 8),
+        cache.pages[0],
+        starts + 5,
+        cache.table,
+        jnp.arange(4, dtype=jnp.int32) * 5,
+        jnp.array([3], jnp.int32),
+        sm_scale=0.4,
+        soft_cap=3.0,
     )
     np.testing.assert_allclose(out.reshape(15, 4, 8), reference, atol=2e-6)
 

@@ -5,13 +5,28 @@ import jax
 from . import report as reports
 from .executables import save_executable
 from .programs import CapacityError, Compiler, Shape
-from .topology import chip_of, check_libtpu, mesh_of
+from .topology import check_libtpu, chip_of, mesh_of
 
 NOTE = "Estimates of the XLA:TPU compiler and rooflines, not timings."
 
 
-def compile_pair(target, draft, topology, *, tp=1, dp=1, batch=1, context=2048, block_sizes=(None,), prefill=(), cache="auto",
-                 tau=None, options=None, operations=0, progress=lambda name: None):
+def compile_pair(
+    target,
+    draft,
+    topology,
+    *,
+    tp=1,
+    dp=1,
+    batch=1,
+    context=2048,
+    block_sizes=(None,),
+    prefill=(),
+    cache="auto",
+    tau=None,
+    options=None,
+    operations=0,
+    progress=lambda name: None,
+):
     """Compile prefill buckets, the plain step and a DFlash step per block size.
 
     Args:
@@ -33,8 +48,19 @@ def compile_pair(target, draft, topology, *, tp=1, dp=1, batch=1, context=2048, 
     chip, mesh = chip_of(topology), mesh_of(topology, tp, dp)
     options = reports.COUNT_BYTES_ONCE if options is None else options
     document = {
-        "note": NOTE, "jax": jax.__version__, "libtpu": check_libtpu(), "topology": topology, "tp": tp, "dp": dp, "batch": batch,
-        "context": context, "xla_options": options, "chip": vars(chip), "crossover_tokens": chip.crossover(), "programs": [], "per_token": [],
+        "note": NOTE,
+        "jax": jax.__version__,
+        "libtpu": check_libtpu(),
+        "topology": topology,
+        "tp": tp,
+        "dp": dp,
+        "batch": batch,
+        "context": context,
+        "xla_options": options,
+        "chip": vars(chip),
+        "crossover_tokens": chip.crossover(),
+        "programs": [],
+        "per_token": [],
     }
     plain = None
     for block_size in block_sizes if draft is not None else (None,):
@@ -68,9 +94,18 @@ def compile_pair(target, draft, topology, *, tp=1, dp=1, batch=1, context=2048, 
 
 
 def _per_token(step, plain, tau):
-    row = {"block_size": step.width, "step_ms": step.estimated_ms, "plain_ms": plain.estimated_ms,
-           "step_over_plain": step.estimated_ms / plain.estimated_ms, "tau": tau}
-    return row if tau is None else {**row, "ms_per_token": step.estimated_ms / tau, "speedup": plain.estimated_ms * tau / step.estimated_ms}
+    row = {
+        "block_size": step.width,
+        "step_ms": step.estimated_ms,
+        "plain_ms": plain.estimated_ms,
+        "step_over_plain": step.estimated_ms / plain.estimated_ms,
+        "tau": tau,
+    }
+    return (
+        row
+        if tau is None
+        else {**row, "ms_per_token": step.estimated_ms / tau, "speedup": plain.estimated_ms * tau / step.estimated_ms}
+    )
 
 
 def check_fits(compiler, chip, topology, tp):
@@ -78,8 +113,9 @@ def check_fits(compiler, chip, topology, tp):
     need, have = compiler.argument_bytes(), chip.hbm
     if need > have:
         raise CapacityError(
-            f"tp: weights and caches of batch {compiler.shape.batch} and context {compiler.shape.context} take {need / 2**30:.1f} GiB on each "
-            f"device, but a {chip.name} has {have / 2**30:.0f} GiB. Raise tp above {tp} (chips of {topology}), or lower context or batch."
+            f"tp: weights and caches of batch {compiler.shape.batch} and context {compiler.shape.context} take "
+            f"{need / 2**30:.1f} GiB on each device, but a {chip.name} has {have / 2**30:.0f} GiB. "
+            f"Raise tp above {tp} (chips of {topology}), or lower context or batch."
         )
 
 

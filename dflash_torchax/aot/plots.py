@@ -22,7 +22,9 @@ def programs(document, path):
     axes.bar([i - 0.2 for i in index], [row["roofline_ms"] for row in rows], 0.4, label="roofline", color="#8c8c8c")
     axes.bar([i + 0.2 for i in index], [row["estimated_ms"] for row in rows], 0.4, label="compiler's estimate", color="#4c72b0")
     axes.set_xticks(list(index), [row["name"] for row in rows], rotation=20)
-    axes.set(ylabel="ms", title=f"{document['topology']}, tp {document['tp']}, batch {document['batch']}, context {document['context']}")
+    axes.set(
+        ylabel="ms", title=f"{document['topology']}, tp {document['tp']}, batch {document['batch']}, context {document['context']}"
+    )
     axes.legend()
     figure.savefig(path, dpi=120)
 

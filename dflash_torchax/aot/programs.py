@@ -39,7 +39,10 @@ def read_config(name, part):
     if path.is_file():
         return json.loads(path.read_text())
     if path.is_absolute() or str(name).count("/") != 1:
-        raise FileNotFoundError(f"config: {str(name)!r} is no preset ({', '.join(PRESETS)}), no config.json, no folder with one and no repo id like 'owner/name'.")
+        raise FileNotFoundError(
+            f"config: {str(name)!r} is no preset ({', '.join(PRESETS)}), no config.json, "
+            f"no folder with one and no repo id like 'owner/name'."
+        )
     return json.loads(Path(hf_hub_download(str(name), "config.json")).read_text())
 
 
@@ -129,8 +132,19 @@ class Compiler:
         engine = self.engine
         batch = self.shape.batch
         prompt, row = self._ids(batch, width), self._ids(batch)
-        return self._compile(f"prefill {width}", width, engine.prefill, engine.params, prompt, row, row, self._ids(_EOS_IDS), self._rules(),
-                             slots=self.slots(engine), keep_cache=False)
+        return self._compile(
+            f"prefill {width}",
+            width,
+            engine.prefill,
+            engine.params,
+            prompt,
+            row,
+            row,
+            self._ids(_EOS_IDS),
+            self._rules(),
+            slots=self.slots(engine),
+            keep_cache=False,
+        )
 
     def plain_step(self):
         """One autoregressive step."""
@@ -150,7 +164,14 @@ class Compiler:
 
         engine = self.plain
         state = self.state(engine)
-        return self._compile(f"verify {width}", width, jax.jit(verify, donate_argnums=1), engine.params, state, self._ids(self.shape.batch, width - 1))
+        return self._compile(
+            f"verify {width}",
+            width,
+            jax.jit(verify, donate_argnums=1),
+            engine.params,
+            state,
+            self._ids(self.shape.batch, width - 1),
+        )
 
     def slots(self, engine):
         """Slots per row: the context and one block, as the engine's power of two or, for estimates, in tiles of 128."""
@@ -161,11 +182,21 @@ class Compiler:
         """The abstract decode state, placed as the prefill leaves it."""
         row = self._ids(self.shape.batch)
         with self._meshed():
-            traced = engine.prefill.trace(engine.params, self._ids(self.shape.batch, 32), row, row, self._ids(_EOS_IDS), self._rules(),
-                                          slots=self.slots(engine), keep_cache=False)
+            traced = engine.prefill.trace(
+                engine.params,
+                self._ids(self.shape.batch, 32),
+                row,
+                row,
+                self._ids(_EOS_IDS),
+                self._rules(),
+                slots=self.slots(engine),
+                keep_cache=False,
+            )
         placement = engine.decoder.target.placement
         shapes = jax.tree.map(lambda x: self._placed(placement, x.shape, x.dtype), traced.out_info)
-        return dataclasses.replace(shapes, **{name: _cache_placed(getattr(shapes, name)) for name in ("target_cache", "draft_cache")})
+        return dataclasses.replace(
+            shapes, **{name: _cache_placed(getattr(shapes, name)) for name in ("target_cache", "draft_cache")}
+        )
 
     def decode_loop(self):
         """The loop of steps that `generate` runs."""

@@ -20,7 +20,9 @@ No TPU and no weights are needed; the extra [tpu] installs the compiler (libtpu)
 
 def add_parser(subparsers):
     parser = subparsers.add_parser(
-        "compile", help="compile ahead of time for a TPU topology, from configs alone", epilog=_EPILOG,
+        "compile",
+        help="compile ahead of time for a TPU topology, from configs alone",
+        epilog=_EPILOG,
         description="Compile prefill, plain step and DFlash step for a TPU and print memory, cost and collectives.",
     )
     pair = parser.add_argument_group("models")
@@ -30,12 +32,16 @@ def add_parser(subparsers):
     pair.add_argument("--block-size", type=_integers, metavar="K[,K...]", help="slots per block; default: the draft's")
     machine = parser.add_argument_group("machine and sizes")
     machine.add_argument("--topology", default="v5p:2x2x1", metavar="CHIP:SHAPE", help="e.g. v5p:2x2x1 (default), v5e:2x2, v6e:2x2")
-    machine.add_argument("--tp", type=_integer, default=1, metavar="N", help="chips that split heads, ffn and vocabulary (default 1)")
+    machine.add_argument(
+        "--tp", type=_integer, default=1, metavar="N", help="chips that split heads, ffn and vocabulary (default 1)"
+    )
     machine.add_argument("--dp", type=_integer, default=1, metavar="N", help="chips that split the batch (default 1)")
     machine.add_argument("--batch", type=_integer, default=1, metavar="B", help="rows (default 1)")
     machine.add_argument("--context", type=_integer, default=2048, metavar="S", help="prompt + output in tokens (default 2048)")
     machine.add_argument("--prefill", type=_integers, default=(), metavar="W[,W...]", help="also compile prompts of these widths")
-    machine.add_argument("--cache", choices=("auto", "paged", "static"), default="auto", help="the target's cache (default auto: paged)")
+    machine.add_argument(
+        "--cache", choices=("auto", "paged", "static"), default="auto", help="the target's cache (default auto: paged)"
+    )
     result = parser.add_argument_group("result")
     result.add_argument("--tau", type=float, metavar="T", help="committed tokens per step, to estimate ms per token")
     result.add_argument("--benchmark", metavar="FILE", help="JSON of `benchmark --output`: takes its mean tau")
@@ -54,14 +60,23 @@ def run(args):
     target, draft = _modules(args)
     sizes = {"tp": args.tp, "dp": args.dp, "batch": args.batch, "context": args.context, "cache": args.cache}
     document = pair.compile_pair(
-        target, draft, args.topology, block_sizes=args.block_size or (None,), prefill=args.prefill, tau=_tau(args),
-        progress=lambda name: output.note(f"compiling {name} ..."), operations=args.operations or 0, **sizes,
+        target,
+        draft,
+        args.topology,
+        block_sizes=args.block_size or (None,),
+        prefill=args.prefill,
+        tau=_tau(args),
+        progress=lambda name: output.note(f"compiling {name} ..."),
+        operations=args.operations or 0,
+        **sizes,
     )
     if args.save:
         output.make_folder(args.save)
         output.note("compiling the programs to save ...")
         for block_size in args.block_size or (None,):
-            paths = pair.save_pair(target, draft, args.topology, args.save, block_size=block_size, prefill=args.prefill or (256,), **sizes)
+            paths = pair.save_pair(
+                target, draft, args.topology, args.save, block_size=block_size, prefill=args.prefill or (256,), **sizes
+            )
             document.setdefault("saved", []).extend(str(path) for path in paths)
     if args.plot:
         from ..aot.plots import programs
@@ -115,19 +130,40 @@ def _show(document):
     out = output.console()
     chip = document["chip"]
     out.print(
-        f"{document['topology']}, tp {document['tp']}, dp {document['dp']}, batch {document['batch']}, context {document['context']}, "
-        f"{document['cache']}; {chip['name']}: {chip['flops'] / 1e12:.0f} TFLOP/s, {chip['bandwidth'] / 1e9:.0f} GB/s, "
-        f"{chip['hbm'] / 2**30:.0f} GiB", markup=False,
+        f"{document['topology']}, tp {document['tp']}, dp {document['dp']}, batch {document['batch']}, "
+        f"context {document['context']}, {document['cache']}; {chip['name']}: {chip['flops'] / 1e12:.0f} TFLOP/s, {chip['bandwidth'] / 1e9:.0f} GB/s, "
+        f"{chip['hbm'] / 2**30:.0f} GiB",
+        markup=False,
     )
     table = Table(title="Programs, per device", title_justify="left")
-    columns = ("program", "compile s", "arguments", "temporary", "total", "fits", "GFLOP", "GB moved", "kernels", "estimated ms", "roofline ms")
+    columns = (
+        "program",
+        "compile s",
+        "arguments",
+        "temporary",
+        "total",
+        "fits",
+        "GFLOP",
+        "GB moved",
+        "kernels",
+        "estimated ms",
+        "roofline ms",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column == "program" else "right")
     for row in document["programs"]:
         table.add_row(
-            row["name"], f"{row['compile_seconds']:.1f}", _size(row["argument_bytes"]), _size(row["temporary_bytes"]), _size(row["total_bytes"]),
-            "yes" if row["fits"] else "no", f"{row['flops'] / 1e9:.1f}", f"{row['bytes'] / 1e9:.2f}", str(row["kernel_calls"]),
-            f"{row['estimated_ms']:.2f}", f"{row['roofline_ms']:.2f}",
+            row["name"],
+            f"{row['compile_seconds']:.1f}",
+            _size(row["argument_bytes"]),
+            _size(row["temporary_bytes"]),
+            _size(row["total_bytes"]),
+            "yes" if row["fits"] else "no",
+            f"{row['flops'] / 1e9:.1f}",
+            f"{row['bytes'] / 1e9:.2f}",
+            str(row["kernel_calls"]),
+            f"{row['estimated_ms']:.2f}",
+            f"{row['roofline_ms']:.2f}",
         )
     out.print(table)
     for row in document["programs"]:
@@ -140,7 +176,9 @@ def _show(document):
     for row in document["per_token"]:
         text = f"Block {row['block_size']}: a DFlash step costs {row['step_over_plain']:.2f} plain steps"
         if row["tau"] is not None:
-            text += f"; at tau {row['tau']:.2f} {row['ms_per_token']:.2f} ms/token against {row['plain_ms']:.2f}, {row['speedup']:.2f}x"
+            text += (
+                f"; at tau {row['tau']:.2f} {row['ms_per_token']:.2f} ms/token against {row['plain_ms']:.2f}, {row['speedup']:.2f}x"
+            )
         out.print(text + ".", markup=False)
     for path in document.get("saved", ()):
         out.print(f"saved {path}", markup=False)

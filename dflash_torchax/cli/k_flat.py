@@ -13,7 +13,9 @@ examples:
 
 def add_parser(subparsers):
     parser = subparsers.add_parser(
-        "k-flat", help="verify cost by number of tokens: measured, estimated, roofline", epilog=_EPILOG,
+        "k-flat",
+        help="verify cost by number of tokens: measured, estimated, roofline",
+        epilog=_EPILOG,
         description="Measure what verifying K tokens costs on this device, and estimate it for a TPU.",
     )
     parser.add_argument("--target", metavar="PATH_OR_REPO", help="model to measure; default: the embedded SmolLM2-135M-Instruct")
@@ -58,7 +60,11 @@ def study(args, chosen):
     from ..aot.topology import chip_of
 
     rows = {width: {"width": width} for width in chosen}
-    document = {"title": args.preset or args.target or "SmolLM2-135M-Instruct", "context": args.context, "rows": list(rows.values())}
+    document = {
+        "title": args.preset or args.target or "SmolLM2-135M-Instruct",
+        "context": args.context,
+        "rows": list(rows.values()),
+    }
     if not args.preset:
         document["device"] = jax.devices()[0].device_kind
         output.note(f"measuring on {document['device']} ...")
@@ -70,8 +76,9 @@ def study(args, chosen):
 
         document.update(topology=args.topology, crossover_tokens=chip_of(args.topology).crossover())
         fields = read_config(args.preset or args.target or _embedded_folder(), 0)
-        for row in widths.estimate(abstract_target(fields), args.topology, chosen, args.context,
-                                   progress=lambda name: output.note(f"compiling {name} ...")):
+        for row in widths.estimate(
+            abstract_target(fields), args.topology, chosen, args.context, progress=lambda name: output.note(f"compiling {name} ...")
+        ):
             rows[row["width"]].update(row)
         document["estimated_flat_up_to"] = widths.flat_up_to(document["rows"], "estimated_ms")
     return document
@@ -106,12 +113,18 @@ def _show(document):
     for row in document["rows"]:
         table.add_row(str(row["width"]), *(text for key, _ in keys for text in (f"{row[key]:.2f}", f"{row[key] / first[key]:.2f}")))
     out.print(table)
-    for key, how in (("measured_flat_up_to", f"Measured on {document.get('device')}"), ("estimated_flat_up_to", "By the compiler's estimate")):
+    for key, how in (
+        ("measured_flat_up_to", f"Measured on {document.get('device')}"),
+        ("estimated_flat_up_to", "By the compiler's estimate"),
+    ):
         if key in document:
             out.print(f"{how}: within 1.3 times the first width up to {document[key]} tokens.", markup=False)
     if "crossover_tokens" in document:
-        out.print(f"A bfloat16 weight is read as fast as it is used up to {document['crossover_tokens']:.0f} tokens on this chip; beyond, cost "
-                  f"grows with width. Estimates are the compiler's, not timings.", markup=False)
+        out.print(
+            f"A bfloat16 weight is read as fast as it is used up to {document['crossover_tokens']:.0f} tokens on this "
+            f"chip; beyond, cost grows with width. Estimates are the compiler's, not timings.",
+            markup=False,
+        )
 
 
 def _widths(text):
