@@ -1,0 +1,186 @@
+"""The methods a benchmark compares, behind one call: prompts in, tokens and times out."""
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+import torch
+
+from ..engine import Request, bucket
+
+
+@dataclasses.dataclass
+class Trace:
+    """One measured call.
+
+    Fields:
+        tokens: per row, the new token ids, eos included.
+        ttft_seconds: from the call to each row's first token, on the host.
+        decode_seconds: from there to the last token.
+        committed: per row, tokens committed by each step after the first token; None where the method hides it.
+        events: (seconds since the call, new tokens so far over all rows); empty where nothing was observed.
+    """
+
+    tokens: list
+    ttft_seconds: float
+    decode_seconds: float
+    committed: list | None = None
+    events: list = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How far to generate: new tokens per row, ids that end a row, temperature (0: greedy), seed."""
+
+    max_new_tokens: int
+    eos_ids: tuple
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def until_eos(ids, eos_ids):
+    """`ids` up to and with the first eos."""
+    for index, token in enumerate(ids):
+        if token in eos_ids:
+            return list(ids[: index + 1])
+    return list(ids)
+
+
+class Compiled:
+    """Our compiled loop with some proposer (none: plain decoding)."""
+
+    max_batch = None
+
+    def __init__(self, name, engine, block_size=None):
+        self.name, self.engine, self.block_size = name, engine, block_size
+        self.label = name if block_size is None else f"{name}-b{block_size}"
+
+    def request(self, prompts, budget):
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        ids = np.zeros((len(prompts), lengths.max()), np.int32)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        return Request(ids, lengths, lengths + np.int32(budget.max_new_tokens), tuple(budget.eos_ids))
+
+    def shape_key(self, prompts, budget):
+        """Calls with equal keys run the same compiled programs."""
+        request = self.request(prompts, budget)
+        return len(prompts), bucket(request.prompt.shape[1], 1), self.engine.slots_for(request)
+
+    def run(self, prompts, budget):
+        request = self.request(prompts, budget)
+        start = time.perf_counter()
+        state = jax.block_until_ready(self.engine.start(request))
+        first = time.perf_counter()
+        state = jax.block_until_ready(self.engine.decode_loop(self.engine.params, state))
+        generation = self.engine.finish(state)
+        return self._trace(request, generation, first - start, time.perf_counter() - first)
+
+    def trace(self, prompts, budget):
+        """Like `run`, step by step, so that events can be seen; the host reads after every step."""
+        request = self.request(prompts, budget)
+        start, events, total = time.perf_counter(), [], 0
+        for item in self.engine.stream(request):
+            if not hasattr(item, "counts"):
+                return dataclasses.replace(self._trace(request, item, events[0][0], events[-1][0] - events[0][0]), events=events)
+            total += int(np.sum(item.counts))
+            events.append((time.perf_counter() - start, total))
+        raise AssertionError("the stream ended without a Generation")
+
+    def _trace(self, request, generation, ttft, decode):
+        rows = zip(request.lengths, generation.lengths, generation.tokens, strict=True)
+        tokens = [row[start:end].tolist() for start, end, row in rows]
+        committed = [[accepted + 1 for accepted in row] for row in generation.stats.accepted_per_step]
+        return Trace(tokens, ttft, decode, committed)
+
+
+class _EventClock:
+    """An HF streamer that notes when tokens arrive; the first thing HF puts is the prompt."""
+
+    def __init__(self):
+        self.started, self.events, self.counts = time.perf_counter(), [], None
+
+    def put(self, value):
+        if self.counts is None:
+            self.counts = []
+            return
+        self.counts.append(value.numel())
+        self.events.append((time.perf_counter() - self.started, sum(self.counts)))
+
+    def end(self): ...
+
+
+class HF:
+    """transformers' own generate; with `block_size`, its prompt-lookup decoding."""
+
+    def __init__(self, name, model, block_size=None):
+        self.name, self.model, self.block_size = name, model, block_size
+        self.label = name if block_size is None else f"{name}-b{block_size}"
+        self.max_batch = None if block_size is None else 1
+
+    def shape_key(self, prompts, budget):
+        return len(prompts)
+
+    def run(self, prompts, budget):
+        width = max(len(prompt) for prompt in prompts)
+        pad = budget.eos_ids[0] if budget.eos_ids else 0
+        ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        options = {"do_sample": False}
+        if budget.temperature > 0:
+            torch.manual_seed(budget.seed)
+            options = {"do_sample": True, "temperature": budget.temperature, "top_k": 0, "top_p": 1.0}
+        if self.block_size is not None:
+            options["prompt_lookup_num_tokens"] = self.block_size - 1
+        clock = _EventClock()
+        out = type(self.model).generate(
+            self.model, ids, attention_mask=mask, max_new_tokens=budget.max_new_tokens, streamer=clock, pad_token_id=pad,
+            eos_token_id=list(budget.eos_ids) or None, **options,
+        )
+        end = time.perf_counter() - clock.started
+        first = clock.events[0][0]
+        committed = [clock.counts[1:]] if self.block_size is not None else None
+        return Trace([until_eos(row, budget.eos_ids) for row in out[:, width:].tolist()], first, end - first, committed, clock.events)
+
+    trace = run
+
+
+class ZLab:
+    """z-lab's own loop, PyPI package `dflash`, on the same target module."""
+
+    name, max_batch = "zlab", 1
+
+    def __init__(self, model, draft_path, block_size):
+        try:
+            from dflash import model as package
+        except ImportError:
+            raise ImportError("zlab: needs z-lab's package. Run: pip install --no-deps dflash==0.1.0") from None
+        package._cuda_time = time.perf_counter  # its statistics call torch.cuda, which is not here
+        self.package, self.model, self.block_size = package, model, block_size
+        self.label = f"zlab-b{block_size}"
+        self.draft = package.DFlashDraftModel.from_pretrained(draft_path, dtype=model.dtype, attn_implementation="sdpa").eval()
+
+    def shape_key(self, prompts, budget):
+        return len(prompts)
+
+    def run(self, prompts, budget):
+        torch.manual_seed(budget.seed)
+        forwards = []
+        hook = self.model.register_forward_hook(lambda *_: forwards.append(time.perf_counter()))
+        start = time.perf_counter()
+        try:
+            result = self.package.dflash_generate(
+                self.draft, self.model, torch.tensor(prompts), budget.max_new_tokens, list(budget.eos_ids) or None,
+                temperature=budget.temperature, block_size=self.block_size, return_stats=True,
+            )
+        finally:
+            hook.remove()
+        end = time.perf_counter() - start
+        tokens = until_eos(result.output_ids[0, result.num_input_tokens:].tolist(), budget.eos_ids)
+        totals = np.cumsum([1, *result.acceptance_lengths]).tolist()
+        events = [(at - start, total) for at, total in zip(forwards, totals, strict=True)]
+        first = result.time_to_first_token
+        return Trace([tokens], first, end - first, [list(result.acceptance_lengths)], events)
+
+    trace = run
