@@ -40,7 +40,8 @@ def main(argv=None):
         The exit code: 0, 1 (error), 2 (usage), 130 (interrupted) or 141 (closed pipe). Nothing is raised.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    debug = "--debug" in argv
+    debug = "--debug" in argv  # wherever it stands, also behind a command of a command
+    argv = [word for word in argv if word != "--debug"]
     try:
         with output.tidy_terminal():
             args = _parser(argv).parse_args(argv)
@@ -69,7 +70,7 @@ def _parser(argv):
         epilog=_EPILOG, **formatter,
     )
     parser.add_argument("--version", action="version", version=f"dflash-torchax {VERSION}")
-    _add_debug(parser, default=False)
+    _add_debug(parser)
     subparsers = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=lambda **kw: argparse.ArgumentParser(**{**formatter, **kw})
     )
@@ -81,7 +82,7 @@ def _parser(argv):
             module.add_parser(subparsers)
             subparsers.choices[name].set_defaults(run=module.run)
     for subparser in subparsers.choices.values():
-        _add_debug(subparser, default=argparse.SUPPRESS)
+        _add_debug(subparser)
     return parser
 
 
@@ -95,5 +96,6 @@ def _module_of(name):
         return None
 
 
-def _add_debug(parser, default):
-    parser.add_argument("--debug", action="store_true", default=default, help="show the traceback of an error")
+def _add_debug(parser):
+    """For --help only: `main` has taken it out."""
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -12,6 +12,7 @@ from pathlib import Path
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 0, 1, 2, 130, 141
 
 _LINE = 160  # longest line `dumps` keeps in one piece
+_FILE_WIDTH = 140  # columns of a table that goes to a file or a pipe
 
 
 class CliError(Exception):
@@ -26,7 +27,9 @@ def console(stderr=False):
         def on_broken_pipe(self):
             raise BrokenPipeError
 
-    return Piped(stderr=stderr, highlight=False)
+    stream = sys.stderr if stderr else sys.stdout
+    wide = None if stream.isatty() or os.environ.get("COLUMNS") else _FILE_WIDTH
+    return Piped(file=stream, highlight=False, width=wide)
 
 
 def note(message):
