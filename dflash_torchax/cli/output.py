@@ -121,6 +121,14 @@ def check_writable(path):
         raise CliError(f"{path}: cannot be written; choose another file.")
 
 
+def make_folder(path):
+    """Make a folder for results; CliError where that cannot be."""
+    try:
+        Path(path).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CliError(f"{path}: cannot be made a folder ({error.strerror}); choose another.") from error
+
+
 @contextlib.contextmanager
 def replacing(path):
     """Yield a temporary path beside `path` that takes its place at the end; nothing is left of it on an error."""

@@ -22,13 +22,14 @@ class Pair:
     draft_path: str | None
 
 
-def add_arguments(parser):
+def add_arguments(parser, block_size=True):
     """The options that choose a pair."""
     group = parser.add_argument_group("models")
     group.add_argument("--target", metavar="PATH_OR_REPO", help="Hugging Face causal model; default: the embedded SmolLM2-135M-Instruct")
     group.add_argument("--draft", metavar="PATH_OR_REPO",
                        help=f"DFlash draft of that target; default: the embedded one for the embedded target, '{NO_DRAFT}' for any other")
-    group.add_argument("--block-size", type=positive, metavar="N", help="slots per block, anchor included; default: the draft's")
+    if block_size:
+        group.add_argument("--block-size", type=positive, metavar="N", help="slots per block, anchor included; default: the draft's")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 embedded, else the checkpoint's")
 
 
