@@ -6,19 +6,21 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from . import bridge
-from .attention import AttentionView
+from . import bridge, processors
 from .cache import StaticKV
-from .sampling import greedy
+from .sampling import greedy, prefix_of, sample_draft
+from .sharding import reshard
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """tokens int32 [batch, block_size - 1], and the proposer's cache after drafting."""
+    """tokens int32 [batch, block_size - 1], the proposer's cache after drafting, and, where the tokens are samples,
+    the processed float32 logits [batch, block_size - 1, vocab] they were drawn from."""
 
     tokens: jax.Array
     cache: object
+    logits: jax.Array | None = None
 
 
 class Proposer(Protocol):
@@ -41,6 +43,20 @@ class Proposer(Protocol):
         beyond the clock and are overwritten by the next call."""
 
     def propose(self, params, target_params, state): ...
+
+
+def propose_from(logits, state, cache):
+    """A `Proposal` from a draft's logits [batch, block_size - 1, vocab], as the call's rules ask for it.
+
+    What penalises or forbids words for the target does so here too, with the committed text as the prefix.
+    """
+    rules, width = state.rules, logits.shape[1]
+    prefix = prefix_of(state, state.tokens, width)
+    if rules.samples_drafts:
+        tokens, logits = sample_draft(rules, logits, prefix)
+        return Proposal(tokens, cache, logits)
+    committed = dataclasses.replace(prefix, lengths=jnp.broadcast_to(state.lengths[:, None], prefix.lengths.shape))
+    return Proposal(greedy(processors.apply(processors.for_draft(rules.processors), logits, committed)), cache)
 
 
 class Autoregressive:
@@ -83,12 +99,12 @@ class DFlash:
         self.config = config
         self.taps = config.target_layer_ids
         self.run = bridge.functionalize(draft, target.run.platform)
-        self.params = bridge.params_of(draft, dtype=target.dtype) if params is None else params
+        self.params = reshard(params or bridge.params_of(draft, dtype=target.dtype), target.placement, config.backbone)
 
     def create_cache(self, batch_size, slots):
         backbone = self.config.backbone
         head = (backbone.num_key_value_heads, backbone.head_dim)
-        return StaticKV.create([(head, head, self.target.dtype)] * backbone.num_hidden_layers, batch_size, slots)
+        return StaticKV.create([(head, head, self.target.dtype)] * backbone.num_hidden_layers, batch_size, slots, self.target.placement)
 
     def inject(self, params, cache, feature, starts, positions):
         with jax.named_scope("inject_context"):
@@ -101,7 +117,7 @@ class DFlash:
         hidden, cache = self.denoise(params, target_params, state)
         logits = self.target.unembed(target_params, hidden[:, 1:])
         logits = self.run(params, lambda draft, logits: draft.finish_logits(logits), logits)
-        return Proposal(greedy(logits), cache)
+        return propose_from(logits.astype(jnp.float32), state, cache)
 
     def denoise(self, params, target_params, state):
         """The draft's hidden states [batch, block_size, hidden] of the next block, and its cache.
@@ -114,20 +130,16 @@ class DFlash:
         block = jnp.concatenate([state.anchors[:, None], masks], axis=1)
         positions = state.positions(self.block_size)
         last = jnp.minimum(state.starts + self.block_size, state.limits) - 1
-        views = {
-            True: AttentionView(state.draft_cache, state.starts, positions, positions),
-            False: AttentionView(state.draft_cache, state.starts, positions, jnp.broadcast_to(last[:, None], positions.shape)),
-        }
+        last = jnp.broadcast_to(last[:, None], positions.shape)
         cache = state.draft_cache
 
         def attend(module, query, key, value):
             nonlocal cache
-            view = dataclasses.replace(views[module.is_causal], cache=cache)
             query, key, value = bridge.jax_view((query, key, value))
-            key, value = view.update(module.layer_idx, key, value)
-            cache = view.cache
-            out = view.attend(module.layer_idx, query, key, value, scaling=module.head_dim**-0.5,
-                              window=module.sliding_window, symmetric=not module.is_causal)
+            out, cache = cache.attend(
+                module.layer_idx, query, key, value, state.starts, positions, None if module.is_causal else last,
+                scaling=module.head_dim**-0.5, window=module.sliding_window, symmetric=not module.is_causal,
+            )
             return bridge.torch_view(out)
 
         with jax.named_scope("draft"):
