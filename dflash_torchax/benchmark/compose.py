@@ -1,6 +1,5 @@
 """From names on a command line to methods that can run, or a refusal that names the method and the reason."""
 
-import dataclasses
 import importlib
 
 from ..engine import Engine
@@ -42,7 +41,7 @@ def make_methods(names, model, draft=None, draft_path=None, block_sizes=(), eagl
             raise ValueError(f"methods: {name} needs a DFlash draft of this target; give --draft, or leave {name} out.")
         if name == "eagle3" and eagle3 is None:
             raise ValueError("methods: eagle3 needs an EAGLE-3 checkpoint of this target; give --eagle3 PATH, or leave eagle3 out.")
-    shared, methods = None, []
+    base, methods = None, []
     trained = draft.config.block_size if draft is not None else _DEFAULT_BLOCK
     for name in names:
         for size in (None,) if name in ("ar", "hf") else tuple(block_sizes) or (None if name == "eagle3" else trained,):
@@ -51,19 +50,20 @@ def make_methods(names, model, draft=None, draft_path=None, block_sizes=(), eagl
             elif name == "zlab":
                 methods.append(ZLab(model, draft_path, size))
             else:
-                engine = _engine(name, model, draft, size, eagle3)
-                shared = shared or engine.params.target
-                engine.params = dataclasses.replace(engine.params, target=shared)
-                methods.append(Compiled(name, engine, None if name == "ar" else engine.block_size))
+                base = base or Engine(model)
+                engine = _engine(name, base, draft, size, eagle3)
+                methods.append(Compiled(name, model, engine, None if name == "ar" else engine.block_size))
     return methods
 
 
-def _engine(name, model, draft, block_size, eagle3):
+def _engine(name, base, draft, block_size, eagle3):
+    """An engine on the target and weights of `base`."""
+    if name == "ar":
+        return base
+    shared = (base.decoder.target, base.params.target)
     if name == "prompt-lookup":
-        return Engine(model, PromptLookup(block_size))
-    if name == "eagle3":
-        return Engine(model, _load_eagle3(eagle3), block_size=block_size)
-    return Engine(model, draft if name == "dflash" else None, block_size=block_size)
+        return Engine(None, PromptLookup(block_size), _shared=shared)
+    return Engine(None, _load_eagle3(eagle3) if name == "eagle3" else draft, block_size=block_size, _shared=shared)
 
 
 def _load_eagle3(path):

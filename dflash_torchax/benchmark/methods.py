@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import torch
 
-from ..engine import Request, bucket
+from ..engine import bucket
+from ..generate import Generate
 
 
 @dataclasses.dataclass
@@ -38,6 +39,25 @@ class Budget:
     temperature: float = 0.0
     seed: int = 0
 
+    @property
+    def pad_id(self):
+        return self.eos_ids[0] if self.eos_ids else 0
+
+    def options(self):
+        """Keyword arguments of HF's generate; seeds torch where tokens are sampled."""
+        chosen = {"do_sample": False}
+        if self.temperature > 0:
+            torch.manual_seed(self.seed)
+            chosen = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        return {"max_new_tokens": self.max_new_tokens, "eos_token_id": list(self.eos_ids) or None, "pad_token_id": self.pad_id, **chosen}
+
+
+def left_padded(prompts, budget):
+    """Lists of ids as HF takes a batch: int64 (ids, mask), padded on the left."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[budget.pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    return ids, torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+
 
 def until_eos(ids, eos_ids):
     """`ids` up to and with the first eos."""
@@ -52,16 +72,15 @@ class Compiled:
 
     max_batch = None
 
-    def __init__(self, name, engine, block_size=None):
+    def __init__(self, name, model, engine, block_size=None):
         self.name, self.engine, self.block_size = name, engine, block_size
+        self.generate = Generate(model, engine)  # beside the model, whose own generate stays HF's
         self.label = name if block_size is None else f"{name}-b{block_size}"
 
     def request(self, prompts, budget):
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        ids = np.zeros((len(prompts), lengths.max()), np.int32)
-        for row, prompt in zip(ids, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        return Request(ids, lengths, lengths + np.int32(budget.max_new_tokens), tuple(budget.eos_ids))
+        """HF's own preparation of a call, as on an enabled model."""
+        ids, mask = left_padded(prompts, budget)
+        return self.generate.prepare(ids, attention_mask=mask, **budget.options()).request
 
     def shape_key(self, prompts, budget):
         """Calls with equal keys run the same compiled programs."""
@@ -69,18 +88,18 @@ class Compiled:
         return len(prompts), bucket(request.prompt.shape[1], 1), self.engine.slots_for(request)
 
     def run(self, prompts, budget):
-        request = self.request(prompts, budget)
         start = time.perf_counter()
+        request = self.request(prompts, budget)
         state = jax.block_until_ready(self.engine.start(request))
         first = time.perf_counter()
         state = jax.block_until_ready(self.engine.decode_loop(self.engine.params, state))
-        generation = self.engine.finish(state)
+        generation = self.engine.finish(state, request)
         return self._trace(request, generation, first - start, time.perf_counter() - first)
 
     def trace(self, prompts, budget):
         """Like `run`, step by step, so that events can be seen; the host reads after every step."""
-        request = self.request(prompts, budget)
         start, events, total = time.perf_counter(), [], 0
+        request = self.request(prompts, budget)
         for item in self.engine.stream(request):
             if not hasattr(item, "counts"):
                 return dataclasses.replace(self._trace(request, item, events[0][0], events[-1][0] - events[0][0]), events=events)
@@ -123,25 +142,14 @@ class HF:
         return len(prompts)
 
     def run(self, prompts, budget):
-        width = max(len(prompt) for prompt in prompts)
-        pad = budget.eos_ids[0] if budget.eos_ids else 0
-        ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        options = {"do_sample": False}
-        if budget.temperature > 0:
-            torch.manual_seed(budget.seed)
-            options = {"do_sample": True, "temperature": budget.temperature, "top_k": 0, "top_p": 1.0}
-        if self.block_size is not None:
-            options["prompt_lookup_num_tokens"] = self.block_size - 1
+        ids, mask = left_padded(prompts, budget)
+        lookup = {} if self.block_size is None else {"prompt_lookup_num_tokens": self.block_size - 1}
         clock = _EventClock()
-        out = type(self.model).generate(
-            self.model, ids, attention_mask=mask, max_new_tokens=budget.max_new_tokens, streamer=clock, pad_token_id=pad,
-            eos_token_id=list(budget.eos_ids) or None, **options,
-        )
+        out = type(self.model).generate(self.model, ids, attention_mask=mask, streamer=clock, **lookup, **budget.options())
         end = time.perf_counter() - clock.started
         first = clock.events[0][0]
         committed = [clock.counts[1:]] if self.block_size is not None else None
-        return Trace([until_eos(row, budget.eos_ids) for row in out[:, width:].tolist()], first, end - first, committed, clock.events)
+        return Trace([until_eos(row, budget.eos_ids) for row in out[:, ids.shape[1]:].tolist()], first, end - first, committed, clock.events)
 
     trace = run
 
