@@ -19,6 +19,24 @@ DOCS = ROOT / "docs"
 BENCHMARK = DOCS / "results" / "benchmark.json"
 README_BLOCK = re.compile(r"(<!-- results:begin -->\n).*?(<!-- results:end -->)", re.DOTALL)
 
+_HOW = """\
+Made by `make results`: one run of `dflash-torchax benchmark`. Its raw records are in
+[results/benchmark.json](results/benchmark.json); this page and its plots are made from that file."""
+_MACHINE = """\
+The machine has {cores} CPU cores and no accelerator. On a CPU the cost of a step grows with the block, so speedups here are far
+below those of a TPU or GPU, and blocks of 16 would not pay; tau does not depend on the machine. Small sets and few prompts: look
+at the spread before you compare."""
+_STUDY = """\
+`dflash-torchax study scaling` adds up acceptance by position. Beyond the measured positions nothing is known; two tails bracket it
+(`a..b`): the ratio of the last positions goes on, or one constant ratio with the same tau does. A longer block needs a draft that
+was trained for it."""
+_PLOTS = {
+    "speedup": "Speedup over the plain loop, by prompt set and method",
+    "tau": "Tokens per step, by prompt set and method",
+    "positions": "Acceptance by position for each prompt set",
+    "tokens": "New tokens over time for the first prompt of each set",
+}
+
 
 def benchmark_document():
     """The committed benchmark."""
@@ -33,24 +51,12 @@ def studies(document):
 def results_page(document):
     """docs/results.md."""
     published, own = studies(document)
-    return "\n\n".join([
-        "# Results",
-        "Made by `make results`: one run of `dflash-torchax benchmark`, its raw records in "
-        "[results/benchmark.json](results/benchmark.json); this page and its plots are made from that file.",
-        f"The machine has {document['environment']['cores']} CPU cores and no accelerator. On a CPU the cost of a step grows with "
-        "the block, so speedups here are far below those of a TPU or GPU, and blocks of 16 would not pay; tau does not depend on the machine. "
-        "Small sets and few prompts: look at the spread before you compare.",
-        "## Methods side by side", report.markdown(document).strip(),
-        *(f"![{alt}](images/{name}.svg)" for name, alt in (
-            ("speedup", "Speedup over the plain loop, by prompt set and method"), ("tau", "Tokens per step, by prompt set and method"),
-            ("positions", "Acceptance by position for each prompt set"), ("tokens", "New tokens over time for the first prompt of each set"))),
-        "## What longer blocks would bring",
-        "`dflash-torchax study scaling` adds up acceptance by position. Beyond the measured positions nothing is known; two tails bracket it "
-        "(`a..b`): the ratio of the last positions goes on, or one constant ratio with the same tau does. A longer block needs a draft that was "
-        "trained for it.",
-        f"**{published['source']}**", _study(published), "![Expected tau by block size, published rows](images/scaling.svg)",
-        f"**{own['source']}**", _study(own),
-    ]) + "\n"
+    parts = ["# Results", _HOW, _MACHINE.format(cores=document["environment"]["cores"])]
+    parts += ["## Methods side by side", report.markdown(document).strip()]
+    parts += [f"![{alt}](images/{name}.svg)" for name, alt in _PLOTS.items()]
+    parts += ["## What longer blocks would bring", _STUDY, f"**{published['source']}**", _study(published)]
+    parts += ["![Expected tau by block size, published rows](images/scaling.svg)", f"**{own['source']}**", _study(own)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _study(study):
@@ -62,10 +68,14 @@ def readme_block(document):
     """What stands between the marks in README.md."""
     keep = ("method", "ms/token", "speedup (low..high)", "tau", "accepted", "exact")
     index = [report.COLUMNS.index(name) for name in keep]
-    parts = [f"**{title}**\n\n{report.markdown_table(keep, [[row[i] for i in index] for row in rows])}"
-             for title, rows in report.tables(document)]
-    parts.append("Speedup is over `ar`, our own compiled loop without a draft; `hf` is transformers' generate, `zlab` z-lab's own loop, both in "
-                 "PyTorch. All figures, definitions and plots: [docs/results.md](docs/results.md).")
+    parts = [
+        f"**{title}**\n\n{report.markdown_table(keep, [[row[i] for i in index] for row in rows])}"
+        for title, rows in report.tables(document)
+    ]
+    parts.append(
+        "Speedup is over `ar`, our own compiled loop without a draft; `hf` is transformers' generate, `zlab` z-lab's own loop, "
+        "both in PyTorch. All figures, definitions and plots: [docs/results.md](docs/results.md)."
+    )
     parts.append(f"Measured {report.environment_line(document)}.")
     return "\n\n".join(parts) + "\n"
 
@@ -94,7 +104,12 @@ def _entry(name, value, level="##"):
     parts = [f"{level} {name}", f"```python\n{name}{signature}\n```", docstring(value)]
     if inspect.isclass(value) and level == "##":
         for method, member in inspect.getmembers(value):
-            if not method.startswith("_") and callable(member) and member.__qualname__.startswith(f"{value.__name__}.") and inspect.getdoc(member):
+            if (
+                not method.startswith("_")
+                and callable(member)
+                and member.__qualname__.startswith(f"{value.__name__}.")
+                and inspect.getdoc(member)
+            ):
                 parts += _entry(f"{name}.{method}", member, "###")
     return parts
 
@@ -111,7 +126,11 @@ def docstring(value):
         elif item:
             lines.append(f"- `{item[1].strip('`')}`: {item[2]}")
         else:
-            lines.append(line.strip() if line.startswith("    ") and lines and not lines[-1].startswith("- ") else re.sub("^    +", "  ", line))
+            lines.append(
+                line.strip()
+                if line.startswith("    ") and lines and not lines[-1].startswith("- ")
+                else re.sub("^    +", "  ", line)
+            )
     return re.sub("\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 

@@ -13,10 +13,24 @@ from .tiny import MASK_ID, VOCAB, random_draft, tiny_target
 
 TEMPLATE = "{% for m in messages %}{{ 'w1 ' + m['content'] + ' w2 ' }}{% endfor %}"
 FIELDS = {
-    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "max_position_embeddings": 512, "num_target_layers": 4, "block_size": 8, "attention_bias": False, "attention_dropout": 0.0,
-    "hidden_act": "silu", "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": [0, 2]},
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "num_target_layers": 4,
+    "block_size": 8,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": [0, 2]},
 }
 
 
@@ -49,4 +63,4 @@ def save_draft(folder, model, **fields):
 def greedy(model, prompt, new_tokens, eos=None):
     """HF's own greedy continuation of a list of ids."""
     out = type(model).generate(model, torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, eos_token_id=eos)
-    return out[0, len(prompt):].tolist()
+    return out[0, len(prompt) :].tolist()

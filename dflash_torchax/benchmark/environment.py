@@ -24,10 +24,15 @@ def describe():
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "device": device.device_kind, "platform": device.platform, "devices": jax.device_count(),
-        "cpu": _cpu_model(), "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": _memory_gib(), "load_average_at_start": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version(),
+        "device": device.device_kind,
+        "platform": device.platform,
+        "devices": jax.device_count(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "load_average_at_start": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES if _version(name)} | {"dflash_torchax": _own_version()},
         "commit": _commit(),
     }
@@ -66,9 +71,13 @@ def _commit():
     if not (root / ".git").exists():
         return None
     try:
+
         def git(*args):
             return subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10, check=True).stdout
-        return git("rev-parse", "--short=12", "HEAD").strip() + ("+" if git("status", "--porcelain", "--untracked-files=no").strip() else "")
+
+        return git("rev-parse", "--short=12", "HEAD").strip() + (
+            "+" if git("status", "--porcelain", "--untracked-files=no").strip() else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -49,7 +49,12 @@ class Budget:
         if self.temperature > 0:
             torch.manual_seed(self.seed)
             chosen = {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
-        return {"max_new_tokens": self.max_new_tokens, "eos_token_id": list(self.eos_ids) or None, "pad_token_id": self.pad_id, **chosen}
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "eos_token_id": list(self.eos_ids) or None,
+            "pad_token_id": self.pad_id,
+            **chosen,
+        }
 
 
 def left_padded(prompts, budget):
@@ -149,7 +154,9 @@ class HF:
         end = time.perf_counter() - clock.started
         first = clock.events[0][0]
         committed = [clock.counts[1:]] if self.block_size is not None else None
-        return Trace([until_eos(row, budget.eos_ids) for row in out[:, ids.shape[1]:].tolist()], first, end - first, committed, clock.events)
+        return Trace(
+            [until_eos(row, budget.eos_ids) for row in out[:, ids.shape[1] :].tolist()], first, end - first, committed, clock.events
+        )
 
     trace = run
 
@@ -179,13 +186,19 @@ class ZLab:
         start = time.perf_counter()
         try:
             result = self.package.dflash_generate(
-                self.draft, self.model, torch.tensor(prompts), budget.max_new_tokens, list(budget.eos_ids) or None,
-                temperature=budget.temperature, block_size=self.block_size, return_stats=True,
+                self.draft,
+                self.model,
+                torch.tensor(prompts),
+                budget.max_new_tokens,
+                list(budget.eos_ids) or None,
+                temperature=budget.temperature,
+                block_size=self.block_size,
+                return_stats=True,
             )
         finally:
             hook.remove()
         end = time.perf_counter() - start
-        tokens = until_eos(result.output_ids[0, result.num_input_tokens:].tolist(), budget.eos_ids)
+        tokens = until_eos(result.output_ids[0, result.num_input_tokens :].tolist(), budget.eos_ids)
         totals = np.cumsum([1, *result.acceptance_lengths]).tolist()
         events = [(at - start, total) for at, total in zip(forwards, totals, strict=True)]
         first = result.time_to_first_token

@@ -51,10 +51,19 @@ def _bars(first, field, title, path, spread=False):
         xs = [x + (place - (len(labels) - 1) / 2) * width for x, _ in groups]
         heights = [row[field] for _, row in groups]
         errors = [[row[field] - row["speedup_low"] for _, row in groups], [row["speedup_high"] - row[field] for _, row in groups]]
-        axes.bar(xs, heights, 0.92 * width, label=label, color=_COLOURS[place % len(_COLOURS)],
-                 yerr=errors if spread else None, ecolor="#555555", capsize=2)
+        axes.bar(
+            xs,
+            heights,
+            0.92 * width,
+            label=label,
+            color=_COLOURS[place % len(_COLOURS)],
+            yerr=errors if spread else None,
+            ecolor="#555555",
+            capsize=2,
+        )
         for x, height in zip(xs, heights, strict=True):
-            axes.annotate(f"{height:.2f}", (x, 0), (0, 2), textcoords="offset points", ha="center", fontsize=7, color="white")
+            side = "left" if spread else "center"  # beside the whisker
+            axes.annotate(f"{height:.2f}", (x, height), (0, 2), textcoords="offset points", ha=side, fontsize=6)
     axes.set_xticks(range(len(first)), list(first))
     axes.set_title(title, loc="left")
     axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.1))
@@ -63,8 +72,11 @@ def _bars(first, field, title, path, spread=False):
 
 def _positions(first, label, path):
     """Acceptance by position of one method, a line per prompt set."""
-    rows = {name: methods[label]["acceptance_by_position"] for name, methods in first.items()
-            if methods.get(label, {}).get("acceptance_by_position")}
+    rows = {
+        name: methods[label]["acceptance_by_position"]
+        for name, methods in first.items()
+        if methods.get(label, {}).get("acceptance_by_position")
+    }
     if not rows:
         return None
     figure = _figure(4.8, 3.2)
@@ -85,8 +97,14 @@ def _tokens(traces, path):
     labels = list(dict.fromkeys(label for methods in traces.values() for label in methods))
     for axes, (name, methods) in zip(figure.subplots(1, len(traces), squeeze=False)[0], traces.items(), strict=True):
         for label, events in methods.items():
-            axes.step([at for at, _ in events], [total for _, total in events], where="post", label=label, linewidth=1.2,
-                      color=_COLOURS[labels.index(label) % len(_COLOURS)])
+            axes.step(
+                [at for at, _ in events],
+                [total for _, total in events],
+                where="post",
+                label=label,
+                linewidth=1.2,
+                color=_COLOURS[labels.index(label) % len(_COLOURS)],
+            )
         axes.set(xlabel="seconds since the call", ylabel="new tokens")
         axes.set_title(f"{name}, first prompt", loc="left")
     axes.legend(fontsize=7, frameon=False)

@@ -85,7 +85,7 @@ def file_set(text, count):
     name, _, path = text.rpartition("=")
     path = Path(path).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(f"prompts: {path} is not a file; give JSON lines like {{\"prompt\": \"...\"}}.")
+        raise FileNotFoundError(f'prompts: {path} is not a file; give JSON lines like {{"prompt": "..."}}.')
     found = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -94,13 +94,15 @@ def file_set(text, count):
             if line.strip():
                 found.append(_turns(line, f"prompts: {path} line {number}"))
     if not found:
-        raise ValueError(f"prompts: {path} has no line; give JSON lines like {{\"prompt\": \"...\"}}.")
+        raise ValueError(f'prompts: {path} has no line; give JSON lines like {{"prompt": "..."}}.')
     return PromptSet(name or path.stem, tuple(found), f"{path.name}, first {len(found)}")
 
 
 def shipped_sets(count):
     """The small sets that come with the package, for runs without a network."""
-    return [dataclasses.replace(file_set(str(path), count), source=f"shipped {path.name}") for path in sorted(SHIPPED.glob("*.jsonl"))]
+    return [
+        dataclasses.replace(file_set(str(path), count), source=f"shipped {path.name}") for path in sorted(SHIPPED.glob("*.jsonl"))
+    ]
 
 
 def _turns(line, where):

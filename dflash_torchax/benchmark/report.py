@@ -2,7 +2,18 @@
 
 from .summary import DEFINITIONS, decay_order
 
-COLUMNS = ("method", "ms/token", "tokens/s", "first token ms", "speedup (low..high)", "tau", "accepted", "exact", "peak MB", "compile s")
+COLUMNS = (
+    "method",
+    "ms/token",
+    "tokens/s",
+    "first token ms",
+    "speedup (low..high)",
+    "tau",
+    "accepted",
+    "exact",
+    "peak MB",
+    "compile s",
+)
 
 
 def tables(document):
@@ -17,9 +28,16 @@ def tables(document):
 def _row(label, figures, facts):
     peak = facts.get("peak_memory_bytes")
     return [
-        label, _number(figures["ms_per_token"], 1), _number(figures["tokens_per_second"], 1), _number(figures["ttft_ms"], 0),
-        _speedup(figures), _number(figures.get("tau"), 2), _percent(figures.get("acceptance_rate")), figures.get("exact", "-"),
-        _number(None if peak is None else peak / 1e6, 0), _number(facts["compile_seconds"] or None, 1),
+        label,
+        _number(figures["ms_per_token"], 1),
+        _number(figures["tokens_per_second"], 1),
+        _number(figures["ttft_ms"], 0),
+        _speedup(figures),
+        _number(figures.get("tau"), 2),
+        _percent(figures.get("acceptance_rate")),
+        figures.get("exact", "-"),
+        _number(None if peak is None else peak / 1e6, 0),
+        _number(facts["compile_seconds"] or None, 1),
     ]
 
 
@@ -49,34 +67,48 @@ def notes(document):
     """Sentences that belong under the tables."""
     settings, lines = document["settings"], []
     temperature = settings["temperature"]
-    lines.append(f"Speedups are over {settings['baseline']}; " + (
-        f"tokens are compared with those of {settings['reference']}." if temperature == 0
-        else f"temperature {temperature}: outputs differ by chance and are not compared."))
+    lines.append(
+        f"Speedups are over {settings['baseline']}; "
+        + (
+            f"tokens are compared with those of {settings['reference']}."
+            if temperature == 0
+            else f"temperature {temperature}: outputs differ by chance and are not compared."
+        )
+    )
     for name, sizes in document["summary"].items():
         for rows in sizes.values():
             for label, figures in rows.items():
                 if "first_difference" in figures:
                     d = figures["first_difference"]
-                    lines.append(f"{name}, {label}: {figures['exact']} equal; the earliest difference is at new token {d['position']} "
-                                 f"({d['expected']} expected, {d['got']} came), where the two best logits are {d['top2_gap']:.2g} apart.")
+                    lines.append(
+                        f"{name}, {label}: {figures['exact']} equal; the earliest difference is at new token {d['position']} "
+                        f"({d['expected']} expected, {d['got']} came), where the two best logits are {d['top2_gap']:.2g} apart."
+                    )
     compared = [record for record in document["runs"] if record["programs_compiled"]]
     if compared:
         lines.append(f"{len(compared)} timed calls compiled a program; their times include it.")
     lines += document.get("skipped", [])
     order = decay_order(document["summary"], settings.get("main_method"))
     if order:
-        lines.append(f"Tasks by decay of acceptance ({settings['main_method']}), slowest first: " + ", ".join(
-            f"{name} (tau {tau:.2f}, like a constant acceptance of {rate:.2f})" for name, tau, rate in order) + ".")
+        lines.append(
+            f"Tasks by decay of acceptance ({settings['main_method']}), slowest first: "
+            + ", ".join(f"{name} (tau {tau:.2f}, like a constant acceptance of {rate:.2f})" for name, tau, rate in order)
+            + "."
+        )
     return lines
 
 
 def environment_line(document):
     """One line about where it was measured."""
     env = document["environment"]
-    versions = ", ".join(f"{name} {env['versions'][name]}" for name in ("torch", "torchax", "jax", "transformers") if name in env["versions"])
-    return (f"{env['date']}, {env['devices']} x {env['device']} ({env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB), "
-            f"Python {env['python']}, {versions}, commit {env['commit'] or 'unknown'}; target {document['settings']['target']}, "
-            f"draft {document['settings']['draft'] or 'none'}, {document['settings']['dtype']}")
+    versions = ", ".join(
+        f"{name} {env['versions'][name]}" for name in ("torch", "torchax", "jax", "transformers") if name in env["versions"]
+    )
+    return (
+        f"{env['date']}, {env['devices']} x {env['device']} ({env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB), "
+        f"Python {env['python']}, {versions}, commit {env['commit'] or 'unknown'}; target {document['settings']['target']}, "
+        f"draft {document['settings']['draft'] or 'none'}, {document['settings']['dtype']}"
+    )
 
 
 def print_rich(document, console):
@@ -110,8 +142,10 @@ def markdown(document, definitions=True):
         parts.append(f"**{title}**\n\n" + markdown_table(COLUMNS, rows))
     shares = [[name, label, " ".join(_share(share) for share in row)] for name, label, row in positions(document)]
     if shares:
-        parts.append("**Acceptance by position** (0 is the anchor; a row sums to tau)\n\n"
-                     + markdown_table(("set", "method", "share of steps"), shares, left=3))
+        parts.append(
+            "**Acceptance by position** (0 is the anchor; a row sums to tau)\n\n"
+            + markdown_table(("set", "method", "share of steps"), shares, left=3)
+        )
     parts.append("\n".join(f"- {line}" for line in notes(document)))
     if definitions:
         parts.append("\n".join(f"- `{name}`: {text}." for name, text in DEFINITIONS.items()))

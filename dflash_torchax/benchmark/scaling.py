@@ -35,7 +35,10 @@ def from_benchmark(document, label=None):
     """
     try:
         label = label or document["settings"]["main_method"]
-        rows = {name: next(iter(sizes.values())).get(label, {}).get("acceptance_by_position") for name, sizes in document["summary"].items()}
+        rows = {
+            name: next(iter(sizes.values())).get(label, {}).get("acceptance_by_position")
+            for name, sizes in document["summary"].items()
+        }
         source = f"benchmark of {document['environment']['date']}, {label}, {document['settings']['target']}"
     except (KeyError, TypeError, AttributeError, StopIteration):
         raise ValueError("benchmark: not a JSON document of `dflash-torchax benchmark`; make one with its --output.") from None
@@ -86,8 +89,12 @@ def study(tasks, source, cost=None):
             raise ValueError(f"acceptance_by_position of {name}: must start with 1 and never rise, got {row}.")
     done = [_task(name, row, cost) for name, row in tasks.items()]
     return {
-        "kind": "scaling", "source": source, "block_sizes": list(BLOCK_SIZES), "cost_ms_by_width": cost,
-        "tasks": sorted(done, key=lambda task: -task["tail_ratio"]["constant"]), "statements": _statements(done),
+        "kind": "scaling",
+        "source": source,
+        "block_sizes": list(BLOCK_SIZES),
+        "cost_ms_by_width": cost,
+        "tasks": sorted(done, key=lambda task: -task["tail_ratio"]["constant"]),
+        "statements": _statements(done),
     }
 
 
@@ -96,7 +103,11 @@ def _task(name, row, cost):
     limits = {tail: expected_tau(row, math.inf, ratio) for tail, ratio in ratios.items()}
     better = raised(row)
     task = {
-        "name": name, "tau": math.fsum(row), "measured_positions": size, "acceptance_by_position": list(row), "tail_ratio": ratios,
+        "name": name,
+        "tau": math.fsum(row),
+        "measured_positions": size,
+        "acceptance_by_position": list(row),
+        "tail_ratio": ratios,
         "expected_tau": [expected_tau(row, k, ratios["last"]) for k in BLOCK_SIZES],
         "expected_tau_constant": [expected_tau(row, k, ratios["constant"]) for k in BLOCK_SIZES],
         "limit": limits,
@@ -115,18 +126,21 @@ def _statements(tasks):
     claims = {
         "16 slots reach over 90 % of the limit": lambda task, tail: task["share_of_limit_at_16"][tail] > 0.9,
         "128 slots add less than one token to 16": lambda task, tail: task["gain_16_to_128"][tail] < 1,
-        "0.05 more acceptance per position gains more than doubling the block":
-            lambda task, tail: task["gain_of_raising"] > task["gain_of_doubling"][tail],
+        "0.05 more acceptance per position gains more than doubling the block": lambda task, tail: (
+            task["gain_of_raising"] > task["gain_of_doubling"][tail]
+        ),
     }
     out = []
     for text, holds in claims.items():
         verdicts = {task["name"]: {holds(task, tail) for tail in ("last", "constant")} for task in tasks}
-        out.append({
-            "statement": text,
-            "holds": [name for name, verdict in verdicts.items() if verdict == {True}],
-            "fails": [name for name, verdict in verdicts.items() if verdict == {False}],
-            "depends_on_tail": [name for name, verdict in verdicts.items() if len(verdict) == 2],
-        })
+        out.append(
+            {
+                "statement": text,
+                "holds": [name for name, verdict in verdicts.items() if verdict == {True}],
+                "fails": [name for name, verdict in verdicts.items() if verdict == {False}],
+                "depends_on_tail": [name for name, verdict in verdicts.items() if len(verdict) == 2],
+            }
+        )
     return out
 
 
@@ -168,10 +182,7 @@ def parse_cost(text):
         raise FileNotFoundError(f"{explain}; {text} is not a file.")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if "rows" in data:
-            table = {row["width"]: row["ms"] for row in data["rows"]}
-        else:
-            table = data.get("ms_by_width", data)
+        table = {row["width"]: row["ms"] for row in data["rows"]} if "rows" in data else data.get("ms_by_width", data)
         return _checked({int(width): float(ms) for width, ms in table.items()}, explain)
     except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{explain}; {path} holds no table of milliseconds by width.") from None
@@ -193,11 +204,22 @@ def _rounded(value):
 
 def tables(document):
     """Yield (title, columns, rows of texts); two figures with '..' are the two tails."""
-    rows = [[task["name"], *(f"{tau:.2f}" for tau in task["expected_tau"]), _both(task["limit"], ".1f")] for task in document["tasks"]]
+    rows = [
+        [task["name"], *(f"{tau:.2f}" for tau in task["expected_tau"]), _both(task["limit"], ".1f")] for task in document["tasks"]
+    ]
     yield "Expected tau by block size", ["task", *map(str, document["block_sizes"]), "limit"], rows
     columns = ["task", "tau", "16 of the limit", "128 adds to 16", "+0.05 acceptance adds", "doubling adds"]
-    rows = [[task["name"], f"{task['tau']:.2f}", _both(task["share_of_limit_at_16"], ".0%"), _both(task["gain_16_to_128"], ".2f"),
-             f"{task['gain_of_raising']:.2f}", _both(task["gain_of_doubling"], ".2f")] for task in document["tasks"]]
+    rows = [
+        [
+            task["name"],
+            f"{task['tau']:.2f}",
+            _both(task["share_of_limit_at_16"], ".0%"),
+            _both(task["gain_16_to_128"], ".2f"),
+            f"{task['gain_of_raising']:.2f}",
+            _both(task["gain_of_doubling"], ".2f"),
+        ]
+        for task in document["tasks"]
+    ]
     if document["cost_ms_by_width"]:
         columns.append("best block (speedup)")
         for row, task in zip(rows, document["tasks"], strict=True):
@@ -213,13 +235,23 @@ def _both(values, form):
 def sentences(document):
     """The statements and the order of tasks as sentences."""
     for item in document["statements"]:
-        parts = [f"{word} for {', '.join(item[key])}" for key, word in (
-            ("holds", "holds"), ("fails", "does not hold"), ("depends_on_tail", "hangs on the tail")) if item[key]]
+        parts = [
+            f"{word} for {', '.join(item[key])}"
+            for key, word in (("holds", "holds"), ("fails", "does not hold"), ("depends_on_tail", "hangs on the tail"))
+            if item[key]
+        ]
         yield f"{item['statement']}: {'; '.join(parts)}."
     count = len(document["tasks"])
-    mean = {field: {tail: math.fsum(task[field][tail] for task in document["tasks"]) / count for tail in ("last", "constant")}
-            for field in ("share_of_limit_at_16", "gain_16_to_128")}
-    yield (f"Mean over the tasks: 16 slots reach {_both(mean['share_of_limit_at_16'], '.0%')} of the limit, "
-           f"128 add {_both(mean['gain_16_to_128'], '.2f')}.")
-    yield "Tasks by decay of acceptance, slowest first: " + ", ".join(
-        f"{task['name']} ({task['tail_ratio']['constant']:.2f} a position)" for task in document["tasks"]) + "."
+    mean = {
+        field: {tail: math.fsum(task[field][tail] for task in document["tasks"]) / count for tail in ("last", "constant")}
+        for field in ("share_of_limit_at_16", "gain_16_to_128")
+    }
+    yield (
+        f"Mean over the tasks: 16 slots reach {_both(mean['share_of_limit_at_16'], '.0%')} of the limit, "
+        f"128 add {_both(mean['gain_16_to_128'], '.2f')}."
+    )
+    yield (
+        "Tasks by decay of acceptance, slowest first: "
+        + ", ".join(f"{task['name']} ({task['tail_ratio']['constant']:.2f} a position)" for task in document["tasks"])
+        + "."
+    )

@@ -47,20 +47,34 @@ def run(methods, plan, gap, on_step=lambda done, total, what: None):
     pairs = [(method, job) for job in jobs for method in methods if _takes(method, job)]
     progress = _Progress(on_step, len(pairs) * plan.repeats + _warm_ups(pairs, plan.budget) + len(methods))
     facts = {method.label: _warm_up(method, [job for m, job in pairs if m is method], plan, progress) for method in methods}
-    runs, outputs = _measure(methods, jobs, plan, progress)
+    runs, outputs, traces = _measure(methods, jobs, plan, progress)
     if gap is not None:
         _mark_differences(runs, outputs, {(j.name, j.size, j.index): j for j in jobs}, plan.reference, gap)
-    traces = {}
     for method in methods:
         progress.step(f"memory and trace of {method.label}", 1)
         own = [job for m, job in pairs if m is method]
         if own:
             facts[method.label]["peak_memory_bytes"] = peak_memory(lambda: method.run(own[0].prompts, plan.budget))
-            for job in own:
-                if job.index == 0 and job.size == plan.batch_sizes[0]:
-                    traces.setdefault(job.name, {})[method.label] = [
-                        [round(at, 5), total] for at, total in method.trace(job.prompts, plan.budget).events]
-    return {"methods": facts, "runs": runs, "traces": traces}
+            _trace(method, [job for job in own if _is_first(job, plan)], plan.budget, traces)
+    ordered = {name: {label: found[label] for label in facts if label in found} for name, found in traces.items()}
+    return {"methods": facts, "runs": runs, "traces": ordered}
+
+
+def _is_first(job, plan):
+    """Whether tokens over time are shown for this batch: the first of each set."""
+    return job.index == 0 and job.size == plan.batch_sizes[0]
+
+
+def _trace(method, jobs, budget, traces):
+    """Step by step runs of a method whose timed calls show no events, since its loop does not return in between."""
+    for job in jobs:
+        if method.label not in traces.setdefault(job.name, {}):
+            method.trace(job.prompts, budget)  # compiles
+            traces[job.name][method.label] = _events(method.trace(job.prompts, budget))
+
+
+def _events(trace):
+    return [[round(at, 5), total] for at, total in trace.events]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +133,7 @@ def _warm_up(method, jobs, plan, progress):
 
 def _measure(methods, jobs, plan, progress):
     """All timed calls; methods take turns in an order drawn anew for every batch and repeat, so that drift hits all alike."""
-    order, runs, outputs = random.Random(plan.seed), [], {}
+    order, runs, outputs, traces = random.Random(plan.seed), [], {}, {}
     for repeat in range(plan.repeats):
         for job in jobs:
             turn = [method for method in methods if _takes(method, job)]
@@ -129,19 +143,33 @@ def _measure(methods, jobs, plan, progress):
                 budget = dataclasses.replace(plan.budget, seed=plan.budget.seed + repeat)
                 with compile_clock() as spent:
                     trace = method.run(job.prompts, budget)
+                if trace.events and repeat == 0 and _is_first(job, plan):
+                    traces.setdefault(job.name, {})[method.label] = _events(trace)
                 outputs[method.label, job.name, job.size, job.index, repeat] = trace.tokens
-                runs.append({
-                    "set": job.name, "batch_size": job.size, "batch": job.index, "repeat": repeat, "method": method.label, "order": place,
-                    "prompt_tokens": [len(prompt) for prompt in job.prompts], "new_tokens": [len(row) for row in trace.tokens],
-                    "ttft_seconds": round(trace.ttft_seconds, 6), "decode_seconds": round(trace.decode_seconds, 6),
-                    "programs_compiled": spent["programs"], "committed": trace.committed,
-                })
-    return runs, outputs
+                runs.append({"repeat": repeat, "order": place, **_record(job, method, trace, spent["programs"])})
+    return runs, outputs, traces
+
+
+def _record(job, method, trace, programs):
+    """A timed call as it stands in the JSON."""
+    return {
+        "set": job.name,
+        "batch_size": job.size,
+        "batch": job.index,
+        "method": method.label,
+        "prompt_tokens": [len(prompt) for prompt in job.prompts],
+        "new_tokens": [len(row) for row in trace.tokens],
+        "ttft_seconds": round(trace.ttft_seconds, 6),
+        "decode_seconds": round(trace.decode_seconds, 6),
+        "programs_compiled": programs,
+        "committed": trace.committed,
+    }
 
 
 def _mark_differences(runs, outputs, jobs, reference, gap):
     for record in runs:
         where = record["set"], record["batch_size"], record["batch"], record["repeat"]
         expected = outputs.get((reference, *where))
-        record["differences"] = None if expected is None else compare(
-            jobs[where[:3]].prompts, expected, outputs[record["method"], *where], gap)
+        record["differences"] = (
+            None if expected is None else compare(jobs[where[:3]].prompts, expected, outputs[record["method"], *where], gap)
+        )

@@ -8,12 +8,12 @@ DEFINITIONS = {
     "ms_per_token": "median over prompts of the time after the first token, divided by the tokens after it",
     "tokens_per_second": "all new tokens divided by all time, prefill included",
     "ttft_ms": "median time from the call to the first token on the host",
-    "speedup": "ms/token of the baseline divided by the method's on the same prompt: median over prompts, with its lowest and highest",
+    "speedup": "ms/token of the baseline divided by the method's on the same prompt: median over prompts, lowest and highest",
     "tau": "acceptance length: tokens committed per step, the bonus token included, cut at eos and at the length limit; "
-           "mean over all steps after the first token",
+    "mean over all steps after the first token",
     "acceptance_rate": "accepted draft tokens divided by the draft tokens that could have been committed",
     "acceptance_by_position": "share of steps that committed the draft token at each position; position 0 is the anchor, "
-                              "so the sum of the row is tau",
+    "so the sum of the row is tau",
     "exact": "prompts whose tokens all equal the reference's, of prompts compared",
     "peak_memory_mb": "growth of the process (CPU) or peak of the device over one call",
     "compile_seconds": "tracing, lowering and compiling in the warm-up; not part of any other figure",
@@ -28,6 +28,7 @@ def summarise(result, baseline, max_new_tokens):
         baseline: label that speedups refer to.
         max_new_tokens: the run's limit, for the acceptance rate.
     """
+
     def key(record):
         return record["set"], record["batch_size"]
 
@@ -35,8 +36,11 @@ def summarise(result, baseline, max_new_tokens):
     for (name, size), group in itertools.groupby(sorted(result["runs"], key=key), key=key):
         records = list(group)
         times = {label: _ms_per_token(records, label) for label in result["methods"]}
-        rows = {label: _figures(records, label, times, baseline, result["methods"][label], max_new_tokens)
-                for label in result["methods"] if any(r["method"] == label for r in records)}
+        rows = {
+            label: _figures(records, label, times, baseline, result["methods"][label], max_new_tokens)
+            for label in result["methods"]
+            if any(r["method"] == label for r in records)
+        }
         summary.setdefault(name, {})[str(size)] = rows
     return summary
 
@@ -59,7 +63,9 @@ def _figures(records, label, times, baseline, facts, max_new_tokens):
         "ms_per_token": _median(times[label].values()),
         "tokens_per_second": sum(sum(record["new_tokens"]) for record in own) / seconds,
         "ttft_ms": 1e3 * statistics.median(record["ttft_seconds"] for record in own),
-        "speedup": _median(ratios), "speedup_low": min(ratios, default=None), "speedup_high": max(ratios, default=None),
+        "speedup": _median(ratios),
+        "speedup_low": min(ratios, default=None),
+        "speedup_high": max(ratios, default=None),
         "prompts": len({record["batch"] for record in own}) * own[0]["batch_size"],
     }
     figures |= _acceptance(own, facts["block_size"], max_new_tokens) | _exactness(own)
@@ -77,7 +83,9 @@ def _acceptance(own, block_size, max_new_tokens):
     drafted = sum(_drafted(row, block_size, max_new_tokens) for row in rows)
     by_position = [sum(n > position for n in steps) / len(steps) for position in range(max(block_size, *steps))]
     return {
-        "tau": sum(steps) / len(steps), "steps": len(steps), "acceptance_rate": (sum(steps) - len(steps)) / drafted if drafted else 0.0,
+        "tau": sum(steps) / len(steps),
+        "steps": len(steps),
+        "acceptance_rate": (sum(steps) - len(steps)) / drafted if drafted else 0.0,
         "acceptance_by_position": [round(share, 4) for share in by_position],
     }
 

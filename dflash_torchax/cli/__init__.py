@@ -66,8 +66,10 @@ def main(argv=None):
 def _parser(argv):
     formatter = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(
-        prog="dflash-torchax", description="DFlash speculative decoding for Hugging Face models through torchax and XLA.",
-        epilog=_EPILOG, **formatter,
+        prog="dflash-torchax",
+        description="DFlash speculative decoding for Hugging Face models through torchax and XLA.",
+        epilog=_EPILOG,
+        **formatter,
     )
     parser.add_argument("--version", action="version", version=f"dflash-torchax {VERSION}")
     _add_debug(parser)

@@ -6,7 +6,7 @@ from . import output, pair
 from .output import CliError
 
 _EPILOG = """\
-methods (--methods, comma separated):
+methods (--methods, comma separated; a block size may follow, as in dflash:8):
   ar                our compiled loop without a draft: the baseline
   dflash            our compiled loop with the DFlash draft
   eagle3            our compiled loop with an EAGLE-3 draft (--eagle3)
@@ -29,21 +29,32 @@ examples:
 
 
 def add_parser(subparsers):
-    parser = subparsers.add_parser("benchmark", help="measure methods side by side", epilog=_EPILOG,
-                                   description="Measure methods side by side: ms/token, speedup, tau, exactness, memory, compile time.")
+    parser = subparsers.add_parser(
+        "benchmark",
+        help="measure methods side by side",
+        epilog=_EPILOG,
+        description="Measure methods side by side: ms/token, speedup, tau, exactness, memory, compile time.",
+    )
     pair.add_arguments(parser, block_size=False)
     parser.add_argument("--eagle3", metavar="PATH_OR_REPO", help="EAGLE-3 checkpoint of the target")
     what = parser.add_argument_group("what to measure")
     what.add_argument("--methods", type=words, metavar="NAMES", help="default: ar,dflash (ar alone without a draft)")
     what.add_argument("--datasets", type=words, default=[], metavar="NAMES", help="public prompt sets, see below")
-    what.add_argument("--prompts", action="append", default=[], metavar="[NAME=]FILE",
-                      help='JSON lines with "prompt" or "turns"; may be repeated; works offline')
+    what.add_argument(
+        "--prompts",
+        action="append",
+        default=[],
+        metavar="[NAME=]FILE",
+        help='JSON lines with "prompt" or "turns"; may be repeated; works offline',
+    )
     what.add_argument("--num-prompts", type=pair.positive, default=10, metavar="N", help="of each set; default: %(default)s")
     what.add_argument("--max-new-tokens", type=pair.positive, default=128, metavar="N", help="default: %(default)s")
     what.add_argument("--block-sizes", type=numbers, default=[], metavar="N,N", help="for drafting methods; default: the draft's")
     what.add_argument("--batch-sizes", type=numbers, default=[1], metavar="N,N", help="default: 1")
     what.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy, and outputs are compared")
-    what.add_argument("--repeats", type=pair.positive, default=1, metavar="N", help="timed calls for each method and prompt; medians are taken")
+    what.add_argument(
+        "--repeats", type=pair.positive, default=1, metavar="N", help="timed calls for each method and prompt; medians are taken"
+    )
     what.add_argument("--thinking", choices=("on", "off"), help="enable_thinking of the chat template, where it knows that")
     what.add_argument("--baseline", metavar="LABEL", help="method that speedups refer to; default: ar if it runs, else the first")
     what.add_argument("--seed", type=int, default=0, help="of the order of methods and of sampling; default: %(default)s")
@@ -74,8 +85,7 @@ def run(args):
     from ..benchmark import compose
 
     for name in names:
-        if name not in compose.METHODS:
-            raise CliError(f"--methods: {name!r} is not known; choose among {', '.join(compose.METHODS)}.")
+        compose.parse(name)
     loaded = pair.load(args, torch_weights=compose.needs_torch_weights(names))
     with output.waiting("Preparing the methods ..."):
         methods = compose.make_methods(names, loaded.model, loaded.draft, loaded.draft_path, args.block_sizes, args.eagle3)
@@ -114,7 +124,9 @@ def _prompt_sets(args):
     sets = [prompts.file_set(text, args.num_prompts) for text in args.prompts]
     for name in args.datasets:
         if name not in prompts.PUBLIC:
-            raise CliError(f"--datasets: {name!r} is not known; choose among {', '.join(prompts.PUBLIC)}, or give --prompts FILE.jsonl.")
+            raise CliError(
+                f"--datasets: {name!r} is not known; choose among {', '.join(prompts.PUBLIC)}, or give --prompts FILE.jsonl."
+            )
         with output.waiting(f"Fetching {name} ..."):
             sets.append(prompts.public_set(name, args.num_prompts))
     sets = sets or prompts.shipped_sets(args.num_prompts)
@@ -152,11 +164,21 @@ def measure(args, loaded, methods, sets):
     with progress_bar() as on_step:
         result = schedule.run(methods, plan, gap, on_step)
     return {
-        "kind": "benchmark", "schema": 1, "environment": where,
+        "kind": "benchmark",
+        "schema": 1,
+        "environment": where,
         "settings": {
-            "target": loaded.target_name, "draft": loaded.draft_name, "dtype": str(loaded.model.dtype).removeprefix("torch."),
-            "sets": {one.name: one.source for one in sets}, "max_new_tokens": args.max_new_tokens, "temperature": args.temperature,
-            "batch_sizes": args.batch_sizes, "repeats": args.repeats, "seed": args.seed, "baseline": baseline, "reference": reference,
+            "target": loaded.target_name,
+            "draft": loaded.draft_name,
+            "dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "sets": {one.name: one.source for one in sets},
+            "max_new_tokens": args.max_new_tokens,
+            "temperature": args.temperature,
+            "batch_sizes": args.batch_sizes,
+            "repeats": args.repeats,
+            "seed": args.seed,
+            "baseline": baseline,
+            "reference": reference,
             "main_method": compose.main_method(methods),
         },
         "definitions": summary.DEFINITIONS,
@@ -178,8 +200,10 @@ def _check_lengths(encoded, loaded, max_new_tokens):
     for name, rows in encoded.items():
         longest = max(len(row) for row in rows)
         if limit is not None and longest + max_new_tokens > limit:
-            raise CliError(f"--max-new-tokens: {max_new_tokens} after a prompt of {longest} tokens in {name} passes the target's "
-                           f"{limit} positions; lower it.")
+            raise CliError(
+                f"--max-new-tokens: {max_new_tokens} after a prompt of {longest} tokens in {name} passes the target's "
+                f"{limit} positions; lower it."
+            )
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """`dflash-torchax chat`: a conversation in the terminal; each turn reads only what the caches do not hold yet."""
 
+import contextlib
 import sys
 import time
 
@@ -19,8 +20,12 @@ _COMMANDS = "/reset forgets the conversation, /stats tells about the last answer
 
 
 def add_parser(subparsers):
-    parser = subparsers.add_parser("chat", help="talk in the terminal, several turns", epilog=_EPILOG,
-                                   description="Talk to a model; accepted draft tokens are coloured.")
+    parser = subparsers.add_parser(
+        "chat",
+        help="talk in the terminal, several turns",
+        epilog=_EPILOG,
+        description="Talk to a model; accepted draft tokens are coloured.",
+    )
     pair.add_arguments(parser)
     pair.add_sampling_arguments(parser)
 
@@ -56,10 +61,8 @@ def _read_line(interactive):
     if not interactive:
         line = sys.stdin.readline() if sys.stdin is not None else ""
         return line.strip() if line else None
-    try:
+    with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (input() edits lines and remembers them once this is imported)
-    except ImportError:
-        pass
     try:
         return input("> ").strip()
     except EOFError:
@@ -165,6 +168,6 @@ class Writer:
         # An unfinished UTF-8 character decodes to U+FFFD: wait for its other tokens.
         ready = len(text) if final else len(text.rstrip("\ufffd"))
         if ready > self.shown:
-            self.out.print(text[self.shown:ready], style=style, end="", markup=False, soft_wrap=True)
+            self.out.print(text[self.shown : ready], style=style, end="", markup=False, soft_wrap=True)
             self.out.file.flush()
             self.shown = ready

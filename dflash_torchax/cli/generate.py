@@ -19,7 +19,9 @@ examples:
 
 
 def add_parser(subparsers):
-    parser = subparsers.add_parser("generate", help="answer one prompt", description="Answer one prompt, streaming the text.", epilog=_EPILOG)
+    parser = subparsers.add_parser(
+        "generate", help="answer one prompt", description="Answer one prompt, streaming the text.", epilog=_EPILOG
+    )
     parser.add_argument("prompt", nargs="?", help="the prompt; left out or '-': read from stdin")
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
@@ -41,17 +43,37 @@ def run(args):
     _compile(loaded, ids, args.max_new_tokens, options)
     pair.seed(args)
     clock = TextClock(loaded.tokenizer, None if args.json else sys.stdout)
-    new = loaded.model.generate(ids, max_new_tokens=args.max_new_tokens, streamer=clock, **options)[0, ids.shape[1]:]
+    try:
+        new = loaded.model.generate(ids, max_new_tokens=args.max_new_tokens, streamer=clock, **options)[0, ids.shape[1] :]
+    except KeyboardInterrupt:
+        clock.end()  # what was held back, and the line's end
+        raise
     stats = last_stats(loaded.model)
     text = loaded.tokenizer.decode(new, skip_special_tokens=True)
     if args.json:
-        output.print_json({
-            "text": text, "tokens": new.tolist(), "prompt_tokens": ids.shape[1], "new_tokens": len(new),
-            "target": loaded.target_name, "draft": loaded.draft_name, "block_size": loaded.model.generate.engine.block_size,
-            "seconds": round(clock.seconds, 4),
-            "stats": {name: getattr(stats, name) for name in (
-                "num_steps", "num_drafted_tokens", "num_accepted_tokens", "acceptance_length", "acceptance_rate", "accepted_by_position")},
-        })
+        output.print_json(
+            {
+                "text": text,
+                "tokens": new.tolist(),
+                "prompt_tokens": ids.shape[1],
+                "new_tokens": len(new),
+                "target": loaded.target_name,
+                "draft": loaded.draft_name,
+                "block_size": loaded.model.generate.engine.block_size,
+                "seconds": round(clock.seconds, 4),
+                "stats": {
+                    name: getattr(stats, name)
+                    for name in (
+                        "num_steps",
+                        "num_drafted_tokens",
+                        "num_accepted_tokens",
+                        "acceptance_length",
+                        "acceptance_rate",
+                        "accepted_by_position",
+                    )
+                },
+            }
+        )
     else:
         output.flush()
         if not args.quiet:
@@ -142,7 +164,7 @@ class TextClock:
         # An unfinished UTF-8 character decodes to U+FFFD: wait for its other tokens.
         ready = len(text) if final else len(text.rstrip("\ufffd"))
         if ready > self.shown:
-            self.stream.write(text[self.shown:ready])
+            self.stream.write(text[self.shown : ready])
             self.stream.flush()
             self.shown = ready
         if text.endswith("\n") and ready == len(text):
@@ -154,7 +176,9 @@ def stats_line(stats, clock, drafted):
     tokens = clock.tokens
     parts = [f"{tokens} tokens in {clock.seconds:.2f} s"]
     if tokens > 1 and clock.last > clock.first:
-        parts.append(f"first after {clock.first - clock.started:.2f} s, then {1e3 * (clock.last - clock.first) / (tokens - 1):.1f} ms/token")
+        parts.append(
+            f"first after {clock.first - clock.started:.2f} s, then {1e3 * (clock.last - clock.first) / (tokens - 1):.1f} ms/token"
+        )
     if drafted and stats.num_steps:
         parts.append(f"tau {stats.acceptance_length:.2f}, {stats.acceptance_rate:.0%} of drafted tokens accepted")
     return ", ".join(parts)

@@ -17,16 +17,43 @@ Only config.json and the headers of local safetensors files are read, never the 
 
 # Fields worth showing, in this order, where a config has them.
 _FIELDS = (
-    "architectures", "model_type", "block_size", "mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids", "num_target_layers",
-    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-    "draft_vocab_size", "max_position_embeddings", "sliding_window", "layer_types", "is_causal", "attention_bias", "input_embedding_scale",
-    "output_multiplier", "final_logit_softcapping", "conv_kernel_size", "selector_rank", "selector_top_k", "tie_word_embeddings",
+    "architectures",
+    "model_type",
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "aux_hidden_state_layer_ids",
+    "num_target_layers",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "max_position_embeddings",
+    "sliding_window",
+    "layer_types",
+    "is_causal",
+    "attention_bias",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "conv_kernel_size",
+    "selector_rank",
+    "selector_top_k",
+    "tie_word_embeddings",
 )
 
 
 def add_parser(subparsers):
-    parser = subparsers.add_parser("info", help="what a checkpoint is and what it fits", epilog=_EPILOG,
-                                   description="Tell a draft's dialect, fields and fitting targets, or a target's architecture and support.")
+    parser = subparsers.add_parser(
+        "info",
+        help="what a checkpoint is and what it fits",
+        epilog=_EPILOG,
+        description="Tell a draft's dialect, fields and fitting targets, or a target's architecture and support.",
+    )
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help="folder or repo id; default: the embedded pair")
     parser.add_argument("--with", dest="other", metavar="CHECKPOINT", help="the other half of the pair: check that both fit")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -49,8 +76,10 @@ def run(args):
         about["with"] = describe(other, "--with")
         about["fit"] = fit(about, about["with"])
     if args.json:
-        output.print_json({key: value for key, value in about.items() if not key.startswith("_")}
-                          | ({"with": {k: v for k, v in about["with"].items() if not k.startswith("_")}} if other else {}))
+        output.print_json(
+            {key: value for key, value in about.items() if not key.startswith("_")}
+            | ({"with": {k: v for k, v in about["with"].items() if not k.startswith("_")}} if other else {})
+        )
     else:
         _show(about)
     return output.EXIT_OK if about.get("fit", {}).get("fits", True) else output.EXIT_ERROR
@@ -68,7 +97,14 @@ def describe(path, option):
         raise CliError(f"{option}: {file} is not JSON ({error}).") from error
     tensors = _headers(folder)
     kind, dialect = dialect_of(fields, tensors)
-    about = {"checkpoint": str(path), "kind": kind, "dialect": dialect, "fields": _chosen(fields), "_fields": fields, "_folder": folder}
+    about = {
+        "checkpoint": str(path),
+        "kind": kind,
+        "dialect": dialect,
+        "fields": _chosen(fields),
+        "_fields": fields,
+        "_folder": folder,
+    }
     if tensors:
         about["parameters"] = sum(size for _, size in tensors.values())
         about["dtypes"] = sorted({dtype for dtype, _ in tensors.values()})
@@ -189,8 +225,10 @@ def _requirements(fields):
     chosen = _chosen(fields)
     taps = chosen.get("target_layer_ids") or [0]
     depth = f"{chosen['num_target_layers']} layers" if chosen.get("num_target_layers") else f"at least {max(taps) + 1} layers"
-    return (f"targets of hidden size {chosen.get('hidden_size')}, {depth} and an embedding of more than "
-            f"{chosen.get('mask_token_id')} rows, whose hidden states it was trained on")
+    return (
+        f"targets of hidden size {chosen.get('hidden_size')}, {depth} and an embedding of more than "
+        f"{chosen.get('mask_token_id')} rows, whose hidden states it was trained on"
+    )
 
 
 def _show(about):
@@ -204,7 +242,7 @@ def _show(about):
         rows["runs here"] = f"{'yes' if part['supported'] else 'no'}: {part['reason']}"
         if part.get("fits"):
             rows["fits"] = part["fits"]
-        rows |= {name: value for name, value in part["fields"].items()}
+        rows |= part["fields"]
         for name, value in rows.items():
             out.print(f"  {name:<26} {_brief(value)}", markup=False, soft_wrap=True)
     if "fit" in about:

@@ -159,8 +159,12 @@ def write_json(path, document):
 
 def quiet_libraries():
     """No progress bars and warnings of other libraries between our own output."""
+    import warnings
+
     import huggingface_hub
     import transformers
+
+    warnings.simplefilter("ignore", FutureWarning)  # of packages that call each other's older spellings
 
     huggingface_hub.utils.logging.set_verbosity_error()
     transformers.utils.logging.set_verbosity_error()

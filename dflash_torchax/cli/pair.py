@@ -25,12 +25,21 @@ class Pair:
 def add_arguments(parser, block_size=True):
     """The options that choose a pair."""
     group = parser.add_argument_group("models")
-    group.add_argument("--target", metavar="PATH_OR_REPO", help="Hugging Face causal model; default: the embedded SmolLM2-135M-Instruct")
-    group.add_argument("--draft", metavar="PATH_OR_REPO",
-                       help=f"DFlash draft of that target; default: the embedded one for the embedded target, '{NO_DRAFT}' for any other")
+    group.add_argument(
+        "--target", metavar="PATH_OR_REPO", help="Hugging Face causal model; default: the embedded SmolLM2-135M-Instruct"
+    )
+    group.add_argument(
+        "--draft",
+        metavar="PATH_OR_REPO",
+        help=f"DFlash draft of that target; default: the embedded one for the embedded target, '{NO_DRAFT}' for any other",
+    )
     if block_size:
-        group.add_argument("--block-size", type=positive, metavar="N", help="slots per block, anchor included; default: the draft's")
-    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 embedded, else the checkpoint's")
+        group.add_argument(
+            "--block-size", type=positive, metavar="N", help="slots per block, anchor included; default: the draft's"
+        )
+    group.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 embedded, else the checkpoint's"
+    )
 
 
 def positive(text):
@@ -125,8 +134,10 @@ def explained(option, path):
 
 
 def _unreachable(option, path, error):
-    return CliError(f"{option}: {path} is no local folder and could not be fetched from the Hugging Face hub "
-                    f"({type(error).__name__}); give a folder, or check the network and the name.")
+    return CliError(
+        f"{option}: {path} is no local folder and could not be fetched from the Hugging Face hub "
+        f"({type(error).__name__}); give a folder, or check the network and the name."
+    )
 
 
 def _name(path):
@@ -143,7 +154,9 @@ def encode(tokenizer, messages, raw=False):
         text = "\n".join(message["content"] for message in messages)
         ids = tokenizer(text, return_tensors="pt").input_ids
     else:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+            "input_ids"
+        ]
     if ids.shape[1] == 0:
         raise CliError("prompt: empty; give at least one token of text.")
     return ids.long()

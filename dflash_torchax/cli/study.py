@@ -17,11 +17,18 @@ examples:
 
 
 def add_parser(subparsers):
-    parser = subparsers.add_parser("study", help="what measurements say about block sizes and cost by width",
-                                   description="Answer a question from measurements.")
+    parser = subparsers.add_parser(
+        "study",
+        help="what measurements say about block sizes and cost by width",
+        description="Answer a question from measurements.",
+    )
     studies = parser.add_subparsers(title="studies", metavar="STUDY", required=True)
-    scaling = studies.add_parser("scaling", help="tau and gain by block size, from acceptance by position", epilog=_EPILOG,
-                                 description="Expected tau for blocks of 2..128, and whether the field's statements about it hold.")
+    scaling = studies.add_parser(
+        "scaling",
+        help="tau and gain by block size, from acceptance by position",
+        epilog=_EPILOG,
+        description="Expected tau for blocks of 2..128, and whether the field's statements about it hold.",
+    )
     scaling.add_argument("--benchmark", metavar="FILE", help="JSON of `benchmark --output`; default: the published v5p rows")
     scaling.add_argument("--method", metavar="LABEL", help="the benchmark's method to take; default: its main one")
     scaling.add_argument("--cost", metavar="TABLE", help="ms of a step by width: WIDTH=MS,... or a JSON file of `study k-flat`")
@@ -95,5 +102,8 @@ def _show(document, scaling):
         out.print(table)
     for line in scaling.sentences(document):
         out.print(line, markup=False)
-    out.print("Two figures a..b: beyond the measured positions the last ratios, or one constant ratio, are continued. "
-              "A longer block needs a draft trained for it.", style="dim")
+    out.print(
+        "Two figures a..b: beyond the measured positions the last ratios, or one constant ratio, are continued. "
+        "A longer block needs a draft trained for it.",
+        style="dim",
+    )
