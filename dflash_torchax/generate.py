@@ -89,7 +89,7 @@ class Call:
         self.processors, self.criteria = logits_processor, stopping_criteria
         self.streamer, self.generator = streamer, generator
         self.pad_id = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
-        self.stats = None
+        self.stats = self.cache = None
         returns = config.return_dict_in_generate
         self.keep_scores, self.keep_logits = (bool(returns and flag) for flag in (config.output_scores, config.output_logits))
         rules = [processors.translate(p) for p in logits_processor]
@@ -119,7 +119,8 @@ class Call:
     def blocks(self):
         """Yield (list of new ids per row, list of accepted draft tokens per row) as blocks are committed.
 
-        The first item is each row's first token, which is the target's own.
+        The first item is each row's first token, which is the target's own. Afterwards `stats` and (where
+        return_dict_in_generate is set) `cache` are those of the call.
         """
         if self.on_host:
             raise NotImplementedError("stream_blocks: these logits processors run on the host, column by column; use streamer=.")
@@ -131,7 +132,7 @@ class Call:
                 said = [len(row) for row in columns.rows]
                 yield new, [max(len(block) - 1, 0) for block in new]
             else:
-                self.stats = item.stats
+                self.stats, self.cache = item.stats, item.cache
 
     def _stream(self, columns):
         """Run step by step, feeding streamer and criteria; yields what `Engine.stream` does."""
@@ -167,7 +168,7 @@ class Call:
         return GenerateOutput(
             sequences=sequences, stats=generation.stats,
             scores=run.scores if self.keep_scores else None, logits=run.logits if self.keep_logits else None,
-            **{_cache_field(): generation.cache},
+            **{cache_field(): generation.cache},
         )
 
     def _request(self, model_kwargs, rules):
@@ -250,7 +251,7 @@ def _padded_output(input_ids, request, generation, pad_id):
 
 
 @functools.cache
-def _cache_field():
+def cache_field():
     """transformers renamed the output's `past_key_values` to `cache` in 5.2x."""
     names = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
     return "cache" if "cache" in names else "past_key_values"
