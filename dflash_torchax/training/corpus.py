@@ -10,11 +10,15 @@ import json
 import os
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from ..engine import Engine, Request
+from ..target import Target
 from .prompts import encode
+from .taps import Recorder, feature_file, save_features
 
 # Batches whose prompts are sorted by length together, so that a batch's rows are about equally long.
 _SORTED_TOGETHER = 8
@@ -75,13 +79,14 @@ def plan(mix, tokenizer, *, batch_size, max_new_tokens, max_prompt_tokens, eos_i
     return CorpusPlan(kept, batch_size, max_new_tokens, tuple(eos_ids), target)
 
 
-def generate(model, corpus_plan, folder, *, shard_format="safetensors", on_shard=None, stop=None):
+def generate(model, corpus_plan, folder, *, layers=(), shard_format="safetensors", on_shard=None, stop=None):
     """Generate every missing shard of a plan through the compiled loop.
 
     Args:
         model: HF target, from `from_pretrained` or `load_target`.
         corpus_plan: see `plan`.
         folder: corpus folder; created, or continued if it was made by the same plan.
+        layers: target layers whose hidden states are kept beside the shards (see `taps`); () for none.
         shard_format: "safetensors" or "jsonl".
         on_shard: called with (batches done, batches in all, new tokens of this shard).
         stop: called before each batch; true ends the run there.
@@ -93,38 +98,55 @@ def generate(model, corpus_plan, folder, *, shard_format="safetensors", on_shard
     _open_folder(folder, corpus_plan.manifest())
     batches = corpus_plan.batches()
     missing = [i for i in range(len(batches)) if not _shard_files(folder, i)]
-    engine = Engine(model) if missing else None
+    engine = _engine(model, layers) if missing else None
     for number in missing:
         if stop is not None and stop():
             return
         rows = [corpus_plan.prompts[i] for i in batches[number]]
-        sequences = _continue(engine, rows, corpus_plan)
-        _write_shard(folder / f"shard-{number:05d}.{shard_format}", sequences)
+        sequences, features = _continue(engine, rows, corpus_plan)
+        file = folder / f"shard-{number:05d}.{shard_format}"
+        if layers:
+            save_features(feature_file(file, layers), features)
+        _write_shard(file, sequences)
         if on_shard is not None:
             done = len(batches) - len(missing) + missing.index(number) + 1
             on_shard(done, len(batches), sum(len(s.ids) - s.prompt_length for s in sequences))
 
 
 def read(folder):
-    """All sequences of a corpus folder, in shard order; shards being written are not seen."""
+    """[(shard file, list of `Sequence`)] of a corpus folder, in order; shards being written are not seen."""
     folder = Path(folder)
     files = sorted(file for file in folder.glob("shard-*.*") if file.suffix in (".safetensors", ".jsonl"))
     if not files:
         raise FileNotFoundError(f"corpus: {folder} has no shard-*.safetensors or shard-*.jsonl; generate the corpus first.")
-    return [sequence for file in files for sequence in _read_shard(file)]
+    return [(file, _read_shard(file)) for file in files]
+
+
+def _engine(model, layers):
+    if not layers:
+        return Engine(model)
+    return Engine(model, Recorder(Target(model, jax.default_backend()), layers))
 
 
 def _continue(engine, rows, corpus_plan):
-    """Greedy continuations of one batch; a short last batch is filled up so that no other shape compiles."""
+    """(continuations, features) of one batch; a short last batch is filled up so that no other shape compiles."""
     filled = rows + [rows[-1]] * (corpus_plan.batch_size - len(rows))
     lengths = np.array([len(ids) for _, ids in filled], np.int32)
     prompt = np.zeros((len(filled), lengths.max()), np.int32)
     for row, (_, ids) in zip(prompt, filled, strict=True):
         row[: len(ids)] = ids
-    out = engine.run(Request(prompt, lengths, lengths + corpus_plan.max_new_tokens, corpus_plan.eos_ids))
-    return [
+    request = Request(prompt, lengths, lengths + corpus_plan.max_new_tokens, corpus_plan.eos_ids)
+    state = engine.decode_loop(engine.params, engine.start(request))
+    out = engine.finish(state)
+    sequences = [
         Sequence(out.tokens[i, : out.lengths[i]].astype(np.int32), len(ids), task) for i, (task, ids) in enumerate(rows)
     ]
+    recorded = state.draft_cache
+    if isinstance(recorded, tuple):
+        return sequences, None
+    # The last token was committed but never read: its row stays zero, and no anchor looks at it.
+    recorded = np.asarray(recorded.astype(jnp.bfloat16))
+    return sequences, [recorded[i, : len(s.ids)] for i, s in enumerate(sequences)]
 
 
 def _open_folder(folder, manifest):
