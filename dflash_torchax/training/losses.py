@@ -61,7 +61,8 @@ def weighted_loss(logits, labels, weights, terms, *, hidden=None, target_hidden=
     if terms.regression:
         target_hidden = target_hidden.astype(jnp.float32)
         distance = jnp.square(hidden.astype(jnp.float32) - target_hidden).sum(-1)
-        parts["regression"] = _mean(distance / jnp.square(target_hidden).sum(-1), weights)
+        # Where nothing exists the target is zero: the floor keeps 0 / 0 out of the gradient.
+        parts["regression"] = _mean(distance / jnp.maximum(jnp.square(target_hidden).sum(-1), 1e-6), weights)
     return sum(getattr(terms, name) * value for name, value in parts.items()), parts
 
 
