@@ -5,7 +5,7 @@ import contextlib
 from .generate import Generate
 
 
-def enable(model, draft=None, *, block_size=None, max_length=None, mesh=None):
+def enable(model, draft=None, *, block_size=None, max_length=None, cache="auto", mesh=None):
     """Replace `model.generate` by a compiled one; everything else of the model stays as it is.
 
     Args:
@@ -14,7 +14,10 @@ def enable(model, draft=None, *, block_size=None, max_length=None, mesh=None):
         block_size: slots per block, anchor included, at most the draft's; None takes the draft's.
         max_length: longest prompt + output to provide for. Then one cache length serves every call; None sizes
             caches by request, in powers of two.
-        mesh: `jax.sharding.Mesh` to run on; not supported yet.
+        cache: the target's KV cache: "static" (contiguous), "paged" (`PagedCache(page_size=..., num_pages=...)` to size
+            it), or "auto": paged on TPU where the Pallas kernel can serve the model, else static.
+        mesh: `jax.sharding.Mesh` to run on. Axes named "data", "dp", "batch", "fsdp" or "replica" split the batch, all
+            others split heads, ffn and vocabulary, of the target and of the draft.
 
     Returns:
         The same model. Its weights are read now: call `enable` again after changing them.
@@ -25,9 +28,7 @@ def enable(model, draft=None, *, block_size=None, max_length=None, mesh=None):
     """
     from .engine import Engine
 
-    if mesh is not None:
-        raise NotImplementedError(f"mesh: {mesh} given, but this version runs on one device; leave mesh out.")
-    engine = Engine(model, draft, block_size=block_size, max_length=max_length)
+    engine = Engine(model, draft, block_size=block_size, max_length=max_length, cache=cache, mesh=mesh)
     disable(model)
     model.generate = Generate(model, engine)
     return model

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from transformers import AttentionInterface
 
 from . import bridge
-from .cache import StaticKV
 
 # Without "flash" in it: HF would go looking for a flash attention kernel of that name.
 IMPLEMENTATION = "torchax_by_position"
@@ -25,26 +24,34 @@ class AttentionView:
     """What one traced forward sees of a cache: where it writes, and how far each query may look.
 
     Fields:
-        cache: the cache pytree, replaced on every write.
+        cache: the cache pytree, replaced by every `attend`.
         starts: [batch] slot of the first query.
         positions: [batch, width] position (== slot) of each query.
-        last_visible: [batch, width] last slot a query may read; equal to `positions` for causal attention.
+        last_visible: [batch, width] last slot a query may read; None for causal attention, where it is `positions`.
+        fresh: layer -> the block's key and value, handed over by the cache and not yet attended to.
         calls: layers that attended, in order.
     """
 
-    cache: StaticKV
+    cache: object
     starts: jax.Array
     positions: jax.Array
-    last_visible: jax.Array
+    last_visible: jax.Array | None = None
+    fresh: dict = dataclasses.field(default_factory=dict)
     calls: list = dataclasses.field(default_factory=list)
 
     def update(self, layer, key, value):
-        self.cache = self.cache.write(layer, key, value, self.starts)
-        return self.cache.read(layer)
+        """Take a layer's new K/V; it is written by `attend`, so that writing and reading are one per-device program."""
+        self.fresh[layer] = (key, value)
+        return key, value
 
     def attend(self, layer, query, key, value, **options):
+        """Write the layer's K/V and attend: [batch, width, heads, head_dim]."""
+        written = self.fresh.pop(layer, (None, None))
+        if key is not written[0] or value is not written[1]:
+            raise NotImplementedError(f"layer {layer} attends to other keys than it stored in its cache")
         self.calls.append(layer)
-        return attend(query, key, value, self.positions, self.last_visible, **options)
+        out, self.cache = self.cache.attend(layer, query, key, value, self.starts, self.positions, self.last_visible, **options)
+        return out
 
 
 @contextlib.contextmanager
@@ -63,7 +70,7 @@ def attend(query, key, value, positions, last_visible, *, scaling, window=None, 
     Args:
         query: [batch, heads, width, head_dim].
         key, value: [batch, kv_heads, slots, head_dim].
-        positions, last_visible: [batch, width], see `AttentionView`.
+        positions, last_visible: [batch, width], see `AttentionView`; last_visible None means causal.
         scaling: factor on the logits.
         window: sliding window in positions, or None.
         symmetric: the window also bounds slots after the query (bidirectional attention).
@@ -81,6 +88,7 @@ def attend(query, key, value, positions, last_visible, *, scaling, window=None, 
     logits = logits.reshape(batch, kv_heads, -1, width, slots)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
+    last_visible = positions if last_visible is None else last_visible
     visible = visible_slots(slots, positions, last_visible, window, symmetric)[:, None, None]
     logits = jnp.where(visible, logits, jnp.finfo(jnp.float32).min)
     if sinks is not None:

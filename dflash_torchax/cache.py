@@ -2,6 +2,9 @@
 
 Slot == position for every row, so a cache needs no length of its own: the clock (`DecodeState.lengths`)
 says which slots are history. Rejected rows lie beyond the clock and are overwritten by the next step.
+
+A cache is `StaticKV` here or `paged.PagedKV`. Both have `reserve`, `release`, `write` and `attend`; the last two run
+per device on a mesh, rows split over its data axes and kv heads over its model axes.
 """
 
 import dataclasses
@@ -11,21 +14,74 @@ import jax.numpy as jnp
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from . import bridge
+from .attention import attend
+from .sharding import Placement
 
 # Up to this many rows are written one by one, in place; more rows go through one loop, to keep programs small.
 _UNROLLED_ROWS = 8
 
 
+class KVCache:
+    """What the caches share: running a layer's write and attention on each device's own rows and heads.
+
+    A subclass stores `buffers(layer)` (arrays of one layer) and `index` (arrays all layers share), with their
+    dimensions as `sharding.Placement` names them, and works on local parts in `write_part` and `attend_part`.
+    """
+
+    def write(self, layer, key, value, starts):
+        """A new cache with [batch, kv_heads, width, head_dim] written at slots `starts[b] ..`."""
+        heads = self.heads_dim(layer)
+        kv = ("data", heads, None, None)
+        run = self.placement.map(
+            self.write_part, (self.buffer_dims(layer), self.index_dims, kv, kv, ("data",)), self.buffer_dims(layer)
+        )
+        with jax.named_scope("cache_write"):
+            return self.with_buffers(layer, run(self.buffers(layer), self.index, key, value, starts))
+
+    def attend(self, layer, query, key, value, starts, positions, last_visible, *, sinks=None, **options):
+        """Write a block's K/V and let its queries read the cache.
+
+        Args:
+            query: [batch, heads, width, head_dim]; key, value: [batch, kv_heads, width, head_dim] of the block.
+            starts: [batch] slot of the first query.
+            positions, last_visible: [batch, width], see `attention.AttentionView`; last_visible None means causal.
+            sinks, options: as in `attention.attend`.
+
+        Returns:
+            ([batch, width, heads, head_dim], the written cache).
+        """
+        heads = self.heads_dim(layer)
+        kv, seen = ("data", heads, None, None), None if last_visible is None else ("data", None)
+
+        def part(buffers, index, query, key, value, starts, positions, last_visible, sinks):
+            buffers = self.write_part(buffers, index, key, value, starts)
+            out = self.attend_part(buffers, index, query, positions, last_visible, sinks=sinks, **options)
+            return out, buffers
+
+        dims = self.buffer_dims(layer)
+        run = self.placement.map(
+            part,
+            (dims, self.index_dims, kv, kv, kv, ("data",), ("data", None), seen, None if sinks is None else (heads,)),
+            (("data", None, heads, None), dims),
+        )
+        with jax.named_scope("attention"):
+            out, buffers = run(self.buffers(layer), self.index, query, key, value, starts, positions, last_visible, sinks)
+        return out, self.with_buffers(layer, buffers)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StaticKV:
+class StaticKV(KVCache):
     """One contiguous buffer per layer: `keys[l]`, `values[l]` of shape [batch, kv_heads, slots, head_dim]."""
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
+    placement: Placement = dataclasses.field(default=Placement(), metadata={"static": True})
+
+    index, index_dims = (), ()
 
     @classmethod
-    def create(cls, layout, batch_size, slots):
+    def create(cls, layout, batch_size, slots, placement=Placement()):  # noqa: B008 (frozen)
         """Zeroed buffers.
 
         Args:
@@ -33,23 +89,49 @@ class StaticKV:
             batch_size: rows.
             slots: positions per row; must cover max_length + block_size, or a write would be clamped back.
         """
-        keys = tuple(jnp.zeros((batch_size, k[0], slots, k[1]), dtype) for k, _, dtype in layout)
-        values = tuple(jnp.zeros((batch_size, v[0], slots, v[1]), dtype) for _, v, dtype in layout)
-        return cls(keys, values)
 
-    def write(self, layer, key, value, starts):
-        """A new cache with [batch, kv_heads, width, head_dim] written at slots `starts[b] ..`."""
-        with jax.named_scope("cache_write"):
-            keys = _replaced(self.keys, layer, write_rows(self.keys[layer], key, starts, axis=1))
-            values = _replaced(self.values, layer, write_rows(self.values[layer], value, starts, axis=1))
-        return StaticKV(keys, values)
+        def zeros(heads, dim, dtype):
+            array = jnp.zeros((batch_size, heads, slots, dim), dtype)
+            return placement.constrain(array, "data", placement.split(heads), None, None)
+
+        keys = tuple(zeros(*k, dtype) for k, _, dtype in layout)
+        values = tuple(zeros(*v, dtype) for _, v, dtype in layout)
+        return cls(keys, values, placement)
+
+    def reserve(self, ends):
+        """Nothing to do: every slot exists from the start."""
+        return self
+
+    def release(self, rows):
+        """Nothing to do: a row's slots are its own to the end."""
+        return self
 
     def read(self, layer):
         """All slots of a layer, (keys, values); the reader masks by position."""
         return self.keys[layer], self.values[layer]
 
+    def buffers(self, layer):
+        return list(self.read(layer))
 
-def _replaced(items, index, item):
+    def with_buffers(self, layer, buffers):
+        keys = replaced(self.keys, layer, buffers[0])
+        return dataclasses.replace(self, keys=keys, values=replaced(self.values, layer, buffers[1]))
+
+    def heads_dim(self, layer):
+        return self.placement.split(self.keys[layer].shape[1])
+
+    def buffer_dims(self, layer):
+        dims = ("data", self.heads_dim(layer), None, None)
+        return [dims, dims]
+
+    def write_part(self, buffers, index, key, value, starts):
+        return [write_rows(buffer, new, starts, axis=1) for buffer, new in zip(buffers, (key, value), strict=True)]
+
+    def attend_part(self, buffers, index, query, positions, last_visible, **options):
+        return attend(query, *buffers, positions, last_visible, **options)
+
+
+def replaced(items, index, item):
     return items[:index] + (item,) + items[index + 1 :]
 
 

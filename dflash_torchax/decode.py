@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from .attention import AttentionView
-from .cache import StaticKV, write_rows
+from .cache import write_rows
+from .paged import StaticCache
 from .proposers import Proposer
 from .sampling import accept_greedy, greedy
 from .state import DecodeState
@@ -31,6 +32,7 @@ class Decoder:
 
     target: Target
     proposer: Proposer
+    cache: object = StaticCache()
 
     def prefill(self, params, prompt, lengths, limits, eos_ids, *, slots):
         """Read the prompts and commit each row's first token.
@@ -45,22 +47,25 @@ class Decoder:
         batch_size, width = prompt.shape
         state = DecodeState.create(
             prompt, lengths, limits, eos_ids, slots,
-            target_cache=StaticKV.create(self.target.layout, batch_size, slots),
+            target_cache=self.cache.create(self.target, batch_size, slots).reserve(lengths),
             draft_cache=self.proposer.create_cache(batch_size, slots),
         )
         starts = jnp.zeros_like(lengths)
         positions = starts[:, None] + jnp.arange(width, dtype=jnp.int32)
         state, hidden = self._read(params, state, prompt, starts, positions)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-        first = greedy(self.target.head(params.target, last))
+        first = self.target.placement.constrain(greedy(self.target.head(params.target, last)))
         return self._commit(state, first, jnp.zeros_like(lengths))
 
     def step(self, params, state):
         """One propose-verify-accept-commit round for every row."""
         proposal = self.proposer.propose(params.draft, params.target, state)
         state = dataclasses.replace(state, draft_cache=proposal.cache)
-        state, logits = self.verify(params, state, proposal.tokens)
-        verdict = accept_greedy(proposal.tokens, greedy(logits))
+        # On a mesh what decides is replicated: every device accepts the same tokens.
+        everywhere = self.target.placement.constrain
+        drafted = everywhere(proposal.tokens)
+        state, logits = self.verify(params, state, drafted)
+        verdict = accept_greedy(drafted, everywhere(greedy(logits)))
         return self.commit(state, verdict)
 
     def decode_loop(self, params, state):
@@ -70,6 +75,8 @@ class Decoder:
     def verify(self, params, state, drafted):
         """The target on [anchor, drafted...]: (state with both caches written, logits [batch, block_size, vocab])."""
         block = jnp.concatenate([state.anchors[:, None], drafted], axis=1)
+        ends = jnp.where(state.finished, 0, jnp.minimum(state.starts + block.shape[1], state.limits))
+        state = dataclasses.replace(state, target_cache=state.target_cache.reserve(ends))
         state, hidden = self._read(params, state, block, state.starts, state.positions(block.shape[1]))
         return state, self.target.head(params.target, hidden)
 
@@ -90,7 +97,7 @@ class Decoder:
 
     def _read(self, params, state, ids, starts, positions):
         """Run the target on `ids`, write its K/V and the draft's context K/V at the same slots."""
-        view = AttentionView(state.target_cache, starts, positions, last_visible=positions)
+        view = AttentionView(state.target_cache, starts, positions)
         output = self.target.forward(params.target, ids, view, self.proposer.taps)
         draft_cache = self.proposer.inject(params.draft, state.draft_cache, output.feature, starts, positions)
         return dataclasses.replace(state, target_cache=output.cache, draft_cache=draft_cache), output.hidden
@@ -106,9 +113,11 @@ class Decoder:
             count = jnp.where(state.finished, 0, count)
             lengths = state.lengths + count
             hit_eos = first_eos < count
+            finished = state.finished | hit_eos | (lengths >= state.limits)
             return dataclasses.replace(
                 state,
                 tokens=write_rows(state.tokens, tokens, state.lengths, axis=0),
                 lengths=lengths,
-                finished=state.finished | hit_eos | (lengths >= state.limits),
+                finished=finished,
+                target_cache=state.target_cache.release(finished),
             )

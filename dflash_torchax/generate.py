@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from .arguments import refuse_unsupported
-from .engine import Request
+from .engine import Committed, Request
 
 
 class Generate:
@@ -20,6 +20,7 @@ class Generate:
         functools.update_wrapper(self, type(model).generate)
 
     def __call__(self, *args, streamer=None, **kwargs):
+        _check_ids(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
         if kwargs.get("custom_generate") is not None:
             raise NotImplementedError("custom_generate: an enabled model has its own decoding loop; call disable(model) first.")
         if kwargs.get("assistant_model") is not None:
@@ -39,12 +40,10 @@ class Generate:
         """What HF calls instead of its own decoding loop, with everything prepared."""
         refuse_unsupported(generation_config, logits_processor, stopping_criteria, model_kwargs)
         request = self._request(input_ids, model_kwargs.get("attention_mask"), generation_config)
-        if streamer is None:
-            generation = self.engine.run(request)
-        else:
-            generation = self._stream(request, streamer, _pad_id(generation_config))
+        pad_id = _pad_id(generation_config)
+        generation = self.engine.run(request) if streamer is None else self._stream(request, streamer, pad_id)
         self.last_stats = generation.stats
-        return _padded_output(input_ids, request, generation, _pad_id(generation_config))
+        return _padded_output(input_ids, request, generation, pad_id)
 
     def _request(self, input_ids, attention_mask, generation_config):
         prompt, lengths = _right_padded(input_ids, attention_mask)
@@ -53,8 +52,8 @@ class Generate:
         target, longest = self.engine.decoder.target, int(limits.max())
         for name, limit in (("max_length of enable()", self.engine.max_length), ("max_position_embeddings", target.max_positions)):
             if limit is not None and longest > limit:
-                raise ValueError(f"max_length: prompt of {int(lengths.max())} tokens and {new_tokens} new ones make {longest}, beyond "
-                                 f"{name} = {limit}. Lower max_new_tokens or shorten the prompt.")
+                raise ValueError(f"max_length: prompt of {int(lengths.max())} tokens and {new_tokens} new ones make {longest}, "
+                                 f"beyond {name} = {limit}. Lower max_new_tokens or shorten the prompt.")
         if prompt.min() < 0 or prompt.max() >= target.vocab_size:
             raise ValueError(f"input_ids: ids from {prompt.min()} to {prompt.max()}, but the model's embedding has "
                              f"{target.vocab_size} rows; use the tokenizer that belongs to the model.")
@@ -65,11 +64,10 @@ class Generate:
         """Feed the streamer column by column, as HF does: a column goes out once every row has it or has ended."""
         columns = ColumnBuffer(len(request.lengths), pad_id)
         for item in self.engine.stream(request):
-            if not hasattr(item, "counts"):
-                streamer.end()
-                return item
-            for column in columns.add(item):
+            for column in columns.add(item) if isinstance(item, Committed) else ():
                 streamer.put(torch.from_numpy(column))
+        streamer.end()
+        return item
 
 
 class ColumnBuffer:
@@ -91,11 +89,16 @@ class ColumnBuffer:
         self.sent = max(self.sent, ready)
 
 
+def _check_ids(ids):
+    """HF's own preparation fails obscurely on ids that are no [batch, length] tensor."""
+    if ids is not None and (not isinstance(ids, torch.Tensor) or ids.ndim != 2):
+        got = f"{ids.ndim}-D of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise ValueError(f"input_ids: {got}; give a torch tensor [batch, length], e.g. tokenizer(..., return_tensors='pt').")
+
+
 def _right_padded(input_ids, attention_mask):
     """HF's left-padded batch -> (int32 [batch, width] right-padded, int32 [batch] lengths)."""
     ids = input_ids.cpu().numpy()
-    if ids.ndim != 2:
-        raise ValueError(f"input_ids: {ids.ndim}-D of shape {tuple(ids.shape)}; give [batch, length].")
     mask = np.ones_like(ids) if attention_mask is None else attention_mask.cpu().numpy()
     if mask.shape != ids.shape:
         raise ValueError(f"attention_mask: shape {mask.shape} for input_ids of shape {ids.shape}; they must be equal.")

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from . import bridge
-from .attention import AttentionView
 from .cache import StaticKV
 from .sampling import greedy
+from .sharding import reshard
 
 
 @jax.tree_util.register_dataclass
@@ -83,12 +83,12 @@ class DFlash:
         self.config = config
         self.taps = config.target_layer_ids
         self.run = bridge.functionalize(draft, target.run.platform)
-        self.params = bridge.params_of(draft, dtype=target.dtype) if params is None else params
+        self.params = reshard(params or bridge.params_of(draft, dtype=target.dtype), target.placement, config.backbone)
 
     def create_cache(self, batch_size, slots):
         backbone = self.config.backbone
         head = (backbone.num_key_value_heads, backbone.head_dim)
-        return StaticKV.create([(head, head, self.target.dtype)] * backbone.num_hidden_layers, batch_size, slots)
+        return StaticKV.create([(head, head, self.target.dtype)] * backbone.num_hidden_layers, batch_size, slots, self.target.placement)
 
     def inject(self, params, cache, feature, starts, positions):
         with jax.named_scope("inject_context"):
@@ -114,20 +114,16 @@ class DFlash:
         block = jnp.concatenate([state.anchors[:, None], masks], axis=1)
         positions = state.positions(self.block_size)
         last = jnp.minimum(state.starts + self.block_size, state.limits) - 1
-        views = {
-            True: AttentionView(state.draft_cache, state.starts, positions, positions),
-            False: AttentionView(state.draft_cache, state.starts, positions, jnp.broadcast_to(last[:, None], positions.shape)),
-        }
+        last = jnp.broadcast_to(last[:, None], positions.shape)
         cache = state.draft_cache
 
         def attend(module, query, key, value):
             nonlocal cache
-            view = dataclasses.replace(views[module.is_causal], cache=cache)
             query, key, value = bridge.jax_view((query, key, value))
-            key, value = view.update(module.layer_idx, key, value)
-            cache = view.cache
-            out = view.attend(module.layer_idx, query, key, value, scaling=module.head_dim**-0.5,
-                              window=module.sliding_window, symmetric=not module.is_causal)
+            out, cache = cache.attend(
+                module.layer_idx, query, key, value, state.starts, positions, None if module.is_causal else last,
+                scaling=module.head_dim**-0.5, window=module.sliding_window, symmetric=not module.is_causal,
+            )
             return bridge.torch_view(out)
 
         with jax.named_scope("draft"):

@@ -70,11 +70,13 @@ def check_invariants(state, block_size):
     """Raise AssertionError where a state (on the host) breaks an invariant; for tests and debugging."""
     lengths, limits = np.asarray(state.lengths), np.asarray(state.limits)
     slots = state.tokens.shape[1]
-    assert (lengths >= 1).all() and (lengths <= limits).all(), (lengths, limits)
+    assert (lengths >= 1).all(), lengths
+    assert (lengths <= limits).all(), (lengths, limits)
     assert (limits + block_size <= slots).all(), "a block at the limit must fit, or its write would be clamped"
     assert (np.asarray(state.finished) | (lengths < limits)).all(), "a full row must be finished"
     accepted = np.asarray(state.accepted_per_step)
-    assert (accepted >= 0).all() and (accepted < max(block_size, 1)).all()
+    assert (accepted >= 0).all()
+    assert (accepted < max(block_size, 1)).all()
 
 
 @dataclasses.dataclass(frozen=True)

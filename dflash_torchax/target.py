@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from . import attention, bridge
 from .cache import LentCache
+from .sharding import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +35,17 @@ class Target:
     Args:
         model: an HF `PreTrainedModel` with a head; on the CPU or on meta.
         platform: "cpu" or "tpu".
+        placement: `sharding.Placement`, where arrays live; the default is one device.
 
     Raises:
         NotImplementedError: the architecture cannot keep a position-addressed KV cache; names the reason.
     """
 
-    def __init__(self, model, platform):
+    def __init__(self, model, platform, placement=Placement()):  # noqa: B008 (frozen)
         _refuse_unsupported(model)
         self.skeleton = _skeleton_of(model)
         self.run = bridge.functionalize(self.skeleton, platform)
+        self.placement = placement
         self.config = self.skeleton.config.get_text_config(decoder=True)
         self.dtype = bridge.jax_dtype(model.dtype)
         self.num_layers = self.config.num_hidden_layers
@@ -53,6 +56,7 @@ class Target:
 
     def embed(self, params, ids):
         """[batch, width] ids -> [batch, width, hidden] raw rows of the input embedding."""
+        ids = self.placement.constrain(ids, "data", None)
         return self.run(params, lambda model, ids: torch.nn.functional.embedding(
             ids, model.get_input_embeddings().weight), ids)
 
@@ -62,7 +66,7 @@ class Target:
         Args:
             taps: target layers whose outputs make the context feature (`hidden_states[i + 1]` of HF).
         """
-        positions = view.positions
+        ids, positions = (self.placement.constrain(x, "data", None) for x in (ids, view.positions))
         if self.max_positions is not None:  # padding may lie past the position table; its rows are never read
             positions = jnp.minimum(positions, self.max_positions - 1)
 
@@ -104,7 +108,7 @@ class Target:
 
         def trace(params):
             zeros = jnp.zeros((1, 1), jnp.int32)
-            view = attention.AttentionView(recorder, zeros[0], zeros, zeros)
+            view = attention.AttentionView(recorder, zeros[0], zeros)
             hidden = self.forward(params, zeros, view).hidden
             recorder.attended = list(view.calls)
             return self.head(params, hidden), hidden
@@ -133,13 +137,9 @@ class _LayoutRecorder:
     def __init__(self):
         self.layers, self.attended = {}, []
 
-    def write(self, layer, key, value, starts):
+    def attend(self, layer, query, key, value, starts, positions, last_visible, **options):
         self.layers[layer] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]), key.dtype)
-        self.fresh = (key, value)
-        return self
-
-    def read(self, layer):
-        return self.fresh
+        return attention.attend(query, key, value, positions, last_visible, **options), self
 
 
 def _refuse_unsupported(model):

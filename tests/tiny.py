@@ -27,8 +27,10 @@ ARCHITECTURES = {
     "smollm3": (transformers.SmolLM3Config, {"no_rope_layers": [1, 1, 1, 0]}),
     "olmo2": (transformers.Olmo2Config, {}),
     "phi3": (transformers.Phi3Config, {"sliding_window": 9}),
-    "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 5, "layer_types": _LAYER_TYPES,
-                                           "query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+    "gemma2": (transformers.Gemma2Config, {
+        "head_dim": 16, "sliding_window": 5, "layer_types": _LAYER_TYPES, "query_pre_attn_scalar": 16,
+        "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0,
+    }),
     "granite": (transformers.GraniteConfig, {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7,
                                              "attention_multiplier": 0.2}),
     "gpt_neox": (transformers.GPTNeoXConfig, {}),

@@ -1,0 +1,19 @@
+"""Shared set-up: tiny models gain nothing from more torch threads, which would fight XLA's for the cores."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """(target, draft, tokenizer) of the embedded pair; converted once per machine."""
+    from dflash_torchax import load_embedded
+
+    return load_embedded()
