@@ -137,7 +137,7 @@ def _continue(engine, rows, corpus_plan):
         row[: len(ids)] = ids
     request = Request(prompt, lengths, lengths + corpus_plan.max_new_tokens, corpus_plan.eos_ids)
     state = engine.decode_loop(engine.params, engine.start(request))
-    out = engine.finish(state)
+    out = engine.finish(state, len(filled))
     sequences = [
         Sequence(out.tokens[i, : out.lengths[i]].astype(np.int32), len(ids), task) for i, (task, ids) in enumerate(rows)
     ]

@@ -64,7 +64,7 @@ def features_of(target, target_params, ids, layers):
     batch_size, width = ids.shape
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), ids.shape)
     cache = StaticKV.create(target.layout, batch_size, width)
-    view = AttentionView(cache, positions[:, 0], positions, last_visible=positions)
+    view = AttentionView(cache, positions[:, 0], positions)
     return target.forward(target_params, ids, view, tuple(layers)).feature
 
 
