@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -24,6 +25,32 @@ def export_dflash(draft, params, folder, *, dtype=torch.bfloat16, card=None):
         raise ValueError(f"params: {sorted(names ^ set(params))[:3]} are in only one of params and draft; "
                          f"pass the parameters of this draft.")
     write_checkpoint(folder, dflash_fields(draft.config, dtype), params, dtype, card)
+    return folder
+
+
+def export_eagle3(draft, params, folder, *, dtype=torch.bfloat16, card=None):
+    """Write an EAGLE-3 draft in SafeAILab's layout, for `load_draft` and vLLM; arguments as `export_dflash`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config, d2t = draft.config, draft.d2t.numpy()
+    t2d = np.zeros(config.backbone.vocab_size, bool)
+    t2d[np.arange(len(d2t)) + d2t] = True
+    if config.own_embedding:
+        params = {**params, "embed_tokens.weight": draft.embed_tokens.weight.detach().float().numpy()}
+    fields = backbone_json(config.backbone, dtype) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": config.draft_vocab_size,
+        "block_size": config.block_size,
+        "norm_before_residual": config.norm_before_residual,
+        "tie_word_embeddings": False,
+    }
+    if config.target_layer_ids is not None:
+        fields["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
+                                  "use_aux_hidden_state": True}
+    if config.target_hidden_size != config.backbone.hidden_size:
+        fields["target_hidden_size"] = config.target_hidden_size
+    write_checkpoint(folder, fields, {**params, "d2t": d2t, "t2d": t2d}, dtype, card)
     return folder
 
 
@@ -61,7 +88,7 @@ def backbone_json(backbone, dtype):
 def write_checkpoint(folder, fields, params, dtype, card=None):
     """config.json, model.safetensors (and README.md) of one draft."""
     def tensor(value):
-        value = torch.from_numpy(value.copy())
+        value = torch.from_numpy(np.array(value))
         return value.to(dtype) if value.is_floating_point() else value
 
     save_file({name: tensor(value).contiguous() for name, value in params.items()}, folder / "model.safetensors",

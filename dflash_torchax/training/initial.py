@@ -4,6 +4,7 @@ import torch
 
 from ..config import DFlashConfig, evenly_spaced_taps
 from ..draft_model import DFlashDraftModel
+from ..eagle3_model import Eagle3Config, Eagle3DraftModel, usual_taps
 
 
 def new_dflash(model, *, block_size, mask_token_id, layers=2, taps=None, window=None, seed=0):
@@ -41,6 +42,37 @@ def new_dflash(model, *, block_size, mask_token_id, layers=2, taps=None, window=
         for index, layer in enumerate(draft.layers):
             copy_matching(model, layer, depth - layers + index)
         copy_final_norm(model, draft.norm)
+    return draft
+
+
+def new_eagle3(model, *, block_size, vocabulary, taps=None, seed=0):
+    """An EAGLE-3 draft for `model`, initialised from its last layer and its head.
+
+    Args:
+        model: HF target on the CPU.
+        block_size: anchor and the tokens of a chain.
+        vocabulary: int array, ascending: target ids the draft's head has rows for.
+        taps: three target layers to fuse; None takes SafeAILab's.
+        seed: of the tensors that have no counterpart in the target.
+    """
+    target = model.config.get_text_config(decoder=True)
+    taps = usual_taps(target.num_hidden_layers) if taps is None else tuple(taps)
+    fields = backbone_fields(target) | {
+        "num_hidden_layers": 1, "draft_vocab_size": len(vocabulary), "block_size": block_size,
+        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps],
+    }
+    torch.manual_seed(seed)
+    draft = Eagle3DraftModel(Eagle3Config.from_dict(fields)).eval()
+    ids = torch.from_numpy(vocabulary).long()
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, getattr(target, "initializer_range", 0.02))
+        average_of_taps(draft.fc.weight, len(taps))
+        copy_matching(model, draft.midlayer, target.num_hidden_layers - 1)
+        copy_final_norm(model, draft.norm)
+        draft.lm_head.weight.copy_(model.get_output_embeddings().weight[ids])
+        draft.d2t.copy_(ids - torch.arange(len(ids)))
     return draft
 
 
