@@ -158,8 +158,8 @@ def read_eagle3(folder, fields, dtype=None):
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted({*expected, *found}):
         if expected.get(name) != found.get(name):
-            raise ValueError(f"{name}: {found.get(name, 'missing')} in {folder}, but the config asks for {expected.get(name, 'none')}. "
-                             f"Check that config.json belongs to these weights.")
+            raise ValueError(f"{name}: {found.get(name, 'missing')} in {folder}, but the config asks for "
+                             f"{expected.get(name, 'none')}. Check that config.json belongs to these weights.")
         if not torch.isfinite(tensors[name]).all():
             raise ValueError(f"{name}: NaN or infinity in {folder}; the checkpoint is damaged, fetch or save it again.")
     draft.d2t = tensors.pop("d2t").long()

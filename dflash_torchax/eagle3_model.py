@@ -92,7 +92,7 @@ def usual_taps(num_target_layers):
     """SafeAILab's taps: the inputs of layers 2, L/2 and L-3, that is the outputs of the layers before them."""
     depth = num_target_layers
     if depth < 4:
-        raise ValueError(f"target_layer_ids: a target of {depth} layers is too shallow for EAGLE-3's usual taps; name three layers.")
+        raise ValueError(f"target_layer_ids: a target of {depth} layers is too shallow for EAGLE-3's usual taps; name three.")
     return (1, depth // 2 - 1, depth - 4)
 
 

@@ -1,4 +1,4 @@
-"""Laws of EAGLE-3: exact whatever the draft, its drafts are those of a textbook loop, its gradient is PyTorch's, layouts read alike."""
+"""Laws of EAGLE-3: exact whatever the draft, drafts as a textbook loop does, gradient as PyTorch's, all layouts read alike."""
 
 import json
 
@@ -20,10 +20,11 @@ from dflash_torchax.training.export import export_eagle3
 from dflash_torchax.training.initial import new_eagle3
 from dflash_torchax.training.learner import Frozen, Recipe, sample_anchors
 from dflash_torchax.training.losses import LossWeights
+from dflash_torchax.training.taps import TapReader
 from dflash_torchax.training.trainer import Schedule, Trainer
 
-from .test_training import _batch, trained_on  # noqa: F401 (a fixture)
 from .tiny import VOCAB, left_padded, random_prompts, tiny_target
+from .training_cases import training_batch
 
 BLOCK = 4
 TAPS = (0, 1, 3)
@@ -116,7 +117,7 @@ def _textbook_acceptance(model, draft, sequence, prompt_length):
 def test_an_eagle3_gradient_step_equals_pytorch():
     model, losses = tiny_target(), LossWeights(tokens=1.0, distillation=0.5)
     draft = random_eagle3(model)
-    target, params, batch = _batch(model, (*TAPS, 3))
+    target, params, batch = training_batch(model, (*TAPS, 3))
     ids = (np.arange(60) + draft.d2t.numpy()).astype(np.int32)
     columns = vocabulary.columns_of(ids, VOCAB)
     learner = Eagle3Learner(draft, target, Recipe(anchors=5, gamma=3.0, losses=losses))
@@ -157,8 +158,6 @@ def test_an_eagle3_gradient_step_equals_pytorch():
 def test_training_makes_an_eagle3_draft_that_drafts(trained_on, tmp_path):
     model, train, held_out = trained_on
     target, layers = Target(model, "cpu"), (*TAPS, 3)
-    from dflash_torchax.training.taps import TapReader
-
     reader = TapReader(target, bridge.params_of(model), layers)  # taps recomputed: the corpus was made for other ones
     dataset, held = (Dataset(corpus.read(path), width=64) for path in (train, held_out))
     ids = vocabulary.frequent_ids(dataset.sequences, VOCAB, 80)
@@ -167,7 +166,8 @@ def test_training_makes_an_eagle3_draft_that_drafts(trained_on, tmp_path):
     head = (vocabulary.head_rows(target, params, ids), vocabulary.columns_of(ids, VOCAB))
     recipe = Recipe(anchors=8, gamma=3.0, losses=LossWeights(distillation=0.5))
     schedule = Schedule(steps=80, learning_rate=5e-3, evaluate_every=40)
-    trainer = Trainer(Eagle3Learner(draft, target, recipe), params, schedule, dataset, held, tmp_path / "run", head=head, reader=reader)
+    learner = Eagle3Learner(draft, target, recipe)
+    trainer = Trainer(learner, params, schedule, dataset, held, tmp_path / "run", head=head, reader=reader)
     before = trainer.evaluate(held)["tau"]
     assert trainer.fit(progress=False).best_tau > max(1.5, before + 0.3)
 
@@ -199,7 +199,8 @@ def test_every_published_layout_reads_to_the_same_draft(tmp_path):
         "eagle_aux_hidden_state_layer_ids": fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
         "speculators_config": {"proposal_methods": [{"speculative_tokens": BLOCK - 1}]},
     }))
-    save_file({name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}, speculators / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, speculators / "model.safetensors")
     for folder in (first, torch_only, speculators):
         read = load_draft(folder)
         assert read.config.block_size == BLOCK

@@ -1,42 +1,28 @@
 """Laws of training: the gradient is PyTorch's, a killed run resumes to the same numbers, training makes a draft that drafts."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import torch
 
-from dflash_torchax import bridge
+from dflash_torchax import bridge, enabled, last_stats, load_draft
 from dflash_torchax.target import Target
-from dflash_torchax import enabled, last_stats, load_draft
 from dflash_torchax.training import corpus, vocabulary
 from dflash_torchax.training.blocks import DFlashLearner
 from dflash_torchax.training.dataset import Dataset
 from dflash_torchax.training.export import export_dflash
 from dflash_torchax.training.initial import new_dflash
-from dflash_torchax.training.learner import Batch, Frozen, Recipe, sample_anchors
+from dflash_torchax.training.learner import Frozen, Recipe, sample_anchors
 from dflash_torchax.training.losses import LossWeights
-from dflash_torchax.training.taps import ShardFeatures, TapReader, compute_missing, feature_file, features_of
+from dflash_torchax.training.taps import ShardFeatures, TapReader, compute_missing, feature_file
 from dflash_torchax.training.trainer import BEST, Schedule, Trainer
 
 from .tiny import MASK_ID, left_padded, random_draft, random_prompts, tiny_target
+from .training_cases import LAYERS, training_batch
 
-WIDTH, BLOCK = 32, 4
+BLOCK = 4
 LOSSES = LossWeights(tokens=1.0, distillation=0.5, regression=0.25)
-
-
-def _batch(model, layers, rows=2):
-    """Random sequences as a training batch, with the target's own hidden states."""
-    sequences = random_prompts((WIDTH - 4, WIDTH - 9)[:rows], seed=3)
-    ids = np.zeros((rows, WIDTH), np.int32)
-    for row, sequence in zip(ids, sequences, strict=True):
-        row[: len(sequence)] = sequence
-    target = Target(model, "cpu")
-    params = bridge.params_of(model)
-    features = jax.jit(lambda p, i: features_of(target, p, i, layers))(params, ids)
-    lengths = np.array([len(s) for s in sequences], np.int32)
-    return target, params, Batch(jnp.asarray(ids), jnp.array([6, 9], jnp.int32)[:rows], jnp.asarray(lengths), features)
 
 
 def _torch_dflash_loss(draft, model, batch, anchors, gamma, hidden_size):
@@ -80,7 +66,7 @@ def _torch_dflash_loss(draft, model, batch, anchors, gamma, hidden_size):
 def test_a_dflash_gradient_step_equals_pytorch(fields):
     model = tiny_target()
     draft = random_draft(model, block_size=BLOCK, **fields)
-    target, params, batch = _batch(model, (0, 2, 3))
+    target, params, batch = training_batch(model, (0, 2, 3))
     learner = DFlashLearner(draft, target, Recipe(anchors=5, gamma=3.0, losses=LOSSES))
     anchors, exists = sample_anchors(jax.random.key(0), batch, 5)
     assert exists.all()
@@ -99,27 +85,6 @@ def test_a_dflash_gradient_step_equals_pytorch(fields):
     torch.optim.AdamW(draft.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-8).step()
     for name, parameter in draft.named_parameters():
         np.testing.assert_allclose(ours[name], parameter.detach(), atol=1e-4, err_msg=name)
-
-
-LAYERS = (0, 1, 2, 3)
-
-
-@pytest.fixture(scope="module")
-def trained_on(tmp_path_factory):
-    """(tiny target, corpus folder, held-out folder); weak layers make its next token follow mostly from the last one,
-    which a draft can learn."""
-    model = tiny_target(seed=4)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "layers" in name and parameter.ndim == 2:
-                parameter.mul_(0.4)
-    folders = []
-    for name, seed, count in (("train", 0, 48), ("held-out", 1, 8)):
-        folder = tmp_path_factory.mktemp(name)
-        prompts = [("text", ids) for ids in random_prompts([4 + i % 5 for i in range(count)], seed)]
-        corpus.generate(model, corpus.CorpusPlan(prompts, 8, 40, ()), folder, layers=LAYERS)
-        folders.append(folder)
-    return model, *folders
 
 
 def _trainer(trained_on, folder, steps, **options):

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
+import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,3 +121,42 @@ def _dataset_rows(name):
         raise ImportError("prompts: hf: sources need the package datasets. Run: pip install datasets") from None
     name, _, split = name.partition(":")
     return load_dataset(name, split=split or "train")
+
+
+def synthesise(model, tokenizer, count, folder, *, seed=0, batch_size=16, max_new_tokens=96):
+    """Let the target write its own prompts: it continues its chat template from where a user's message begins.
+
+    Args:
+        model: HF target on the CPU.
+        folder: the prompts are kept there as `synthesised.jsonl`, and read back when they are enough.
+        seed: of the sampling (temperature 1).
+
+    Returns:
+        a `PromptSource` of `count` prompts.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    file = Path(folder) / "synthesised.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = [row["prompt"] for row in _jsonl_rows(file)] if file.is_file() else []
+    opening = _user_opening(tokenizer)
+    while len(kept) < count:
+        torch.manual_seed(seed + len(kept))
+        ids = torch.tensor([opening] * batch_size)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=max_new_tokens)
+        texts = tokenizer.batch_decode(out[:, len(opening) :], skip_special_tokens=True)
+        kept += [text.strip() for text in texts if text.strip()][: count - len(kept)]
+        scratch = file.with_suffix(".tmp")
+        scratch.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in kept))
+        os.replace(scratch, file)
+    return PromptSource(str(file), task="synthesised")
+
+
+def _user_opening(tokenizer):
+    """Ids of a chat up to where the user's text begins."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("synthesise: this tokenizer has no chat template; give prompts instead.")
+    mark = "\u2402mark\u2402"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    return tokenizer(text[: text.index(mark)], add_special_tokens=False)["input_ids"]

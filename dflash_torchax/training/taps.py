@@ -107,7 +107,7 @@ def compute_missing(shards, reader, layers, width, batch_size=8, on_shard=None):
         reader: `TapReader` for `layers`.
         width: slots every batch is padded to.
         batch_size: sequences per forward.
-        on_shard: called after each shard.
+        on_shard: called after each shard that lacked them.
     """
     for file, sequences in shards:
         destination = feature_file(file, layers)
@@ -121,8 +121,8 @@ def compute_missing(shards, reader, layers, width, batch_size=8, on_shard=None):
                 features = np.asarray(reader(ids).astype(jnp.bfloat16))
                 rows += [features[i, : len(s.ids)] for i, s in enumerate(chunk)]
             save_features(destination, rows)
-        if on_shard is not None:
-            on_shard(file)
+            if on_shard is not None:
+                on_shard(file)
 
 
 def target_params_of(model):
