@@ -18,6 +18,7 @@ _EXPORTS = {
     "disable": "api",
     "enabled": "api",
     "last_stats": "api",
+    "stream_blocks": "api",
     "load_draft": "loading",
     "load_target": "loading",
     "load_embedded": "embedded",

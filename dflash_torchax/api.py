@@ -5,7 +5,8 @@ import contextlib
 from .generate import Generate
 
 
-def enable(model, draft=None, *, block_size=None, max_length=None, cache="auto", mesh=None):
+def enable(model, draft=None, *, block_size=None, max_length=None, cache="auto", mesh=None,
+           draft_sampling="greedy"):
     """Replace `model.generate` by a compiled one; everything else of the model stays as it is.
 
     Args:
@@ -18,6 +19,8 @@ def enable(model, draft=None, *, block_size=None, max_length=None, cache="auto",
             it), or "auto": paged on TPU where the Pallas kernel can serve the model, else static.
         mesh: `jax.sharding.Mesh` to run on. Axes named "data", "dp", "batch", "fsdp" or "replica" split the batch, all
             others split heads, ffn and vocabulary, of the target and of the draft.
+        draft_sampling: what is proposed where do_sample is set: "greedy" (the draft's argmax, against which the target
+            samples) or "probabilistic" (samples of the draft, accepted by rejection). Both keep the target's distribution.
 
     Returns:
         The same model. Its weights are read now: call `enable` again after changing them.
@@ -28,7 +31,8 @@ def enable(model, draft=None, *, block_size=None, max_length=None, cache="auto",
     """
     from .engine import Engine
 
-    engine = Engine(model, draft, block_size=block_size, max_length=max_length, cache=cache, mesh=mesh)
+    engine = Engine(model, draft, block_size=block_size, max_length=max_length, cache=cache, mesh=mesh,
+                    draft_sampling=draft_sampling)
     disable(model)
     model.generate = Generate(model, engine)
     return model
@@ -67,3 +71,20 @@ def last_stats(model):
     if generate.last_stats is None:
         raise ValueError("model: generate was not called since enable; there are no stats yet")
     return generate.last_stats
+
+
+def stream_blocks(model, *args, **kwargs):
+    """Generate on an enabled model, block by block.
+
+    Args: as `model.generate`.
+
+    Yields:
+        (ids, accepted): per row the list of ids committed by this step and the number of accepted draft tokens among
+        them. The first item is each row's first token, which comes from the prompt alone.
+    """
+    generate = model.__dict__.get("generate")
+    if not isinstance(generate, Generate):
+        raise ValueError("model: not enabled; call dflash_torchax.enable(model, draft) first")
+    call = generate.prepare(*args, **kwargs)
+    yield from call.blocks()
+    generate.last_stats = call.stats

@@ -106,6 +106,12 @@ class StaticKV(KVCache):
         """Nothing to do: a row's slots are its own to the end."""
         return self
 
+    def grow(self, slots):
+        """The same history in `slots` slots, when there are fewer."""
+        extra = max(slots - self.keys[0].shape[2], 0)
+        pad = lambda buffers: tuple(jnp.pad(b, ((0, 0), (0, 0), (0, extra), (0, 0))) for b in buffers)
+        return dataclasses.replace(self, keys=pad(self.keys), values=pad(self.values))
+
     def read(self, layer):
         """All slots of a layer, (keys, values); the reader masks by position."""
         return self.keys[layer], self.values[layer]
@@ -129,6 +135,11 @@ class StaticKV(KVCache):
 
     def attend_part(self, buffers, index, query, positions, last_visible, **options):
         return attend(query, *buffers, positions, last_visible, **options)
+
+
+def grown(cache, slots):
+    """An earlier call's cache with at least `slots` slots; one without slots of its own passes unchanged."""
+    return cache.grow(slots) if hasattr(cache, "grow") else cache
 
 
 def replaced(items, index, item):

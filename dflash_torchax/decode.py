@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from .attention import AttentionView
-from .cache import write_rows
+from .cache import grown, write_rows
 from .paged import StaticCache
 from .proposers import Proposer
-from .sampling import accept_greedy, greedy
+from .sampling import Rules, accept, choose, prefix_of
 from .state import DecodeState
 from .target import Target
 
@@ -34,7 +34,7 @@ class Decoder:
     proposer: Proposer
     cache: object = StaticCache()
 
-    def prefill(self, params, prompt, lengths, limits, eos_ids, *, slots):
+    def prefill(self, params, prompt, lengths, limits, eos_ids, rules=None, *, slots, keep_cache=False):
         """Read the prompts and commit each row's first token.
 
         Args:
@@ -42,31 +42,61 @@ class Decoder:
             lengths: int32 [batch], true prompt lengths, 1..width.
             limits: int32 [batch], total lengths not to exceed.
             eos_ids: int32 [n], filled up with -1.
+            rules: `sampling.Rules`; None is greedy.
             slots: static; at least max(limits) + block_size.
+            keep_cache: static, see `DecodeState`.
         """
+        return self.first(*self.read_prompt(params, prompt, lengths, limits, eos_ids, rules, slots=slots, keep_cache=keep_cache))
+
+    def read_prompt(self, params, prompt, lengths, limits, eos_ids, rules=None, *, slots, keep_cache=False):
+        """The first half of `prefill`: (state, logits [batch, 1, vocab] after each prompt)."""
         batch_size, width = prompt.shape
         state = DecodeState.create(
-            prompt, lengths, limits, eos_ids, slots,
-            target_cache=self.cache.create(self.target, batch_size, slots).reserve(lengths),
-            draft_cache=self.proposer.create_cache(batch_size, slots),
+            prompt, lengths, limits, eos_ids, rules or Rules.greedy(batch_size), slots,
+            target_cache=self.cache.create(self.target, batch_size, slots),
+            draft_cache=self.proposer.create_cache(batch_size, slots), keep_cache=keep_cache,
         )
-        starts = jnp.zeros_like(lengths)
-        positions = starts[:, None] + jnp.arange(width, dtype=jnp.int32)
-        state, hidden = self._read(params, state, prompt, starts, positions)
-        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-        first = self.target.placement.constrain(greedy(self.target.head(params.target, last)))
-        return self._commit(state, first, jnp.zeros_like(lengths))
+        return self._read_rest(params, state, jnp.zeros_like(lengths), width)
+
+    def resume_prompt(self, params, caches, known, prompt, lengths, limits, eos_ids, rules, *, slots, width):
+        """As `read_prompt`, on the caches of an earlier call that hold each row's first `known[b]` tokens already.
+
+        Args:
+            caches: (target cache, draft cache), not consumed; shorter static ones are lengthened to `slots`.
+            known: int32 [batch], below `lengths`.
+            prompt: int32 [batch, slots].
+            width: static; at least max(lengths - known) new tokens are read.
+        """
+        target_cache, draft_cache = (grown(cache, slots) for cache in caches)
+        state = DecodeState.create(prompt, lengths, limits, eos_ids, rules, slots, target_cache, draft_cache, keep_cache=True)
+        return self._read_rest(params, state, known, width)
+
+    def first(self, state, logits):
+        """Commit each row's first token from the logits after its prompt."""
+        chosen = self._everywhere(choose(state.rules, logits, prefix_of(state, state.tokens, 1)))
+        return self._commit(state, chosen, jnp.zeros_like(state.lengths))
 
     def step(self, params, state):
         """One propose-verify-accept-commit round for every row."""
+        state, proposal = self.propose(params, state)
+        state, logits = self.verify(params, state, proposal.tokens)
+        return self.commit(state, self.accept(state, proposal, logits))
+
+    def propose(self, params, state):
+        """(state with the draft's cache written, `Proposal`)."""
         proposal = self.proposer.propose(params.draft, params.target, state)
         state = dataclasses.replace(state, draft_cache=proposal.cache)
-        # On a mesh what decides is replicated: every device accepts the same tokens.
-        everywhere = self.target.placement.constrain
-        drafted = everywhere(proposal.tokens)
-        state, logits = self.verify(params, state, drafted)
-        verdict = accept_greedy(drafted, everywhere(greedy(logits)))
-        return self.commit(state, verdict)
+        return state, dataclasses.replace(proposal, tokens=self._everywhere(proposal.tokens))
+
+    def accept(self, state, proposal, logits):
+        """The `Verdict` on a verified proposal, each slot judged with the prefix it would have had."""
+        tokens = write_rows(state.tokens, proposal.tokens, state.lengths, axis=0) if proposal.tokens.size else state.tokens
+        prefix = prefix_of(state, tokens, logits.shape[1])
+        return jax.tree.map(self._everywhere, accept(state.rules, proposal.tokens, proposal.logits, logits, prefix))
+
+    def _everywhere(self, decision):
+        """On a mesh what decides is replicated: every device accepts the same tokens."""
+        return self.target.placement.constrain(decision)
 
     def decode_loop(self, params, state):
         """Step until every row is finished."""
@@ -95,6 +125,15 @@ class Decoder:
             accepted_per_step=write_rows(state.accepted_per_step, accepted, state.num_steps, axis=0),
         )
 
+    def _read_rest(self, params, state, known, width):
+        """Read prompt tokens `known[b] ..` of each row, at most `width`: (state, logits after the last prompt token)."""
+        state = dataclasses.replace(state, target_cache=state.target_cache.reserve(state.lengths))
+        index = known[:, None] + jnp.arange(width, dtype=jnp.int32)
+        ids = jnp.take_along_axis(state.tokens, jnp.minimum(index, state.tokens.shape[1] - 1), axis=1)
+        state, hidden = self._read(params, state, ids, known, index)
+        last = jnp.take_along_axis(hidden, (state.lengths - 1 - known)[:, None, None], axis=1)
+        return state, self.target.head(params.target, last)
+
     def _read(self, params, state, ids, starts, positions):
         """Run the target on `ids`, write its K/V and the draft's context K/V at the same slots."""
         view = AttentionView(state.target_cache, starts, positions)
@@ -119,5 +158,5 @@ class Decoder:
                 tokens=write_rows(state.tokens, tokens, state.lengths, axis=0),
                 lengths=lengths,
                 finished=finished,
-                target_cache=state.target_cache.release(finished),
+                target_cache=state.target_cache if state.keep_cache else state.target_cache.release(finished),
             )

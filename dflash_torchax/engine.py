@@ -13,12 +13,15 @@ from .eagle3 import Eagle3
 from .loading import PARAMS_ATTRIBUTE
 from .paged import cache_for
 from .proposers import Autoregressive, DFlash
+from .sampling import Rules, Verdict
+from .session import GenerationCache
 from .sharding import Placement, place_on, reshard
 from .state import DecodeStats
 from .target import Target
 from .user_cache import use_compilation_cache
 
 _MIN_PROMPT_BUCKET = 32
+_MIN_RESUME_BUCKET = 8
 _MIN_SLOTS = 256
 _MIN_EOS = 8
 
@@ -32,21 +35,35 @@ class Committed(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A batch on the host: right-padded prompts int32 [batch, width], their lengths, total length limits, eos ids."""
+    """A batch on the host.
+
+    Fields:
+        prompt, lengths: int32 [batch, width] right-padded, and each row's true length.
+        limits: int32 [batch], total lengths not to exceed.
+        eos_ids: ids that end a row.
+        rules: `sampling.Rules` of numpy arrays; None is greedy.
+        reuse: a `session.GenerationCache` whose common prefixes need not be read again, or None.
+        keep_cache: whether the caches are wanted afterwards.
+    """
 
     prompt: np.ndarray
     lengths: np.ndarray
     limits: np.ndarray
     eos_ids: tuple[int, ...]
+    rules: Rules | None = None
+    reuse: object = None
+    keep_cache: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """tokens int32 [batch, slots] and lengths int32 [batch] on the host, and the call's stats."""
+    """tokens int32 [batch, slots] and lengths int32 [batch] on the host, the call's stats, and, where it was asked for,
+    the caches as a `session.GenerationCache`."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     stats: DecodeStats
+    cache: object = None
 
 
 class Engine:
@@ -59,24 +76,40 @@ class Engine:
         max_length: longest prompt + output to provide for; None sizes the caches by request.
         cache: the target's, "auto", "paged", "static" or a `paged.PagedCache`.
         mesh: `jax.sharding.Mesh` to run on, or None for one device.
+        draft_sampling: "greedy" or "probabilistic", see `sampling.Rules`.
 
     Raises:
         ValueError, TypeError, NotImplementedError: model, draft or block_size do not fit; nothing was changed.
     """
 
-    def __init__(self, model, draft=None, *, block_size=None, max_length=None, cache="auto", mesh=None):
+    def __init__(self, model, draft=None, *, block_size=None, max_length=None, cache="auto", mesh=None,
+                 draft_sampling="greedy", _shared=None):
+        if draft_sampling not in ("greedy", "probabilistic"):
+            raise ValueError(f"draft_sampling: {draft_sampling!r}; choose 'greedy' (the draft's argmax, sampled by the target) "
+                             f"or 'probabilistic' (the draft's own samples, by rejection).")
         use_compilation_cache()
-        placement = Placement.of(mesh)
-        target = Target(model, placement.platform, placement)
+        self.draft, self.draft_sampling = draft, draft_sampling
+        self._options = {"max_length": max_length, "cache": cache, "mesh": mesh, "draft_sampling": draft_sampling}
+        target, target_params = _shared or _placed(model, mesh)
         self.max_length = _checked_max_length(max_length, target.max_positions)
         proposer = _proposer_for(draft, target, block_size)
         self.decoder = Decoder(target, proposer, cache_for(cache, target))
-        place = None if mesh is None else place_on(placement, target.config)
-        target_params = getattr(model, PARAMS_ATTRIBUTE, None) or bridge.params_of(model, place=place)
-        self.params = Params(reshard(target_params, placement, target.config), proposer.params)
-        self.prefill = jax.jit(self.decoder.prefill, static_argnames="slots")
-        self.decode_loop = jax.jit(self.decoder.decode_loop, donate_argnums=1)
+        self.params = Params(target_params, proposer.params)
+        decoder = self.decoder
+        self.prefill = jax.jit(decoder.prefill, static_argnames=("slots", "keep_cache"))
+        self.decode_loop = jax.jit(decoder.decode_loop, donate_argnums=1)
         self.stream_step = jax.jit(self._stream_step, donate_argnums=1)
+        self.stop_rows = jax.jit(lambda state, rows: dataclasses.replace(state, finished=state.finished | rows), donate_argnums=0)
+        # The halves of a prefill and of a step, for what happens on the host in between.
+        self.read_prompt = jax.jit(decoder.read_prompt, static_argnames=("slots", "keep_cache"))
+        self.resume_prompt = jax.jit(decoder.resume_prompt, static_argnames=("slots", "width"))
+        self.first = jax.jit(decoder.first, donate_argnums=0)
+        self.propose_and_verify = jax.jit(self._propose_and_verify, donate_argnums=1)
+        self.commit = jax.jit(lambda state, *verdict: decoder.commit(state, Verdict(*verdict)), donate_argnums=0)
+
+    def with_draft(self, draft):
+        """The engine of the same model and options with another draft."""
+        return Engine(None, draft, **self._options, _shared=(self.decoder.target, self.params.target))
 
     @property
     def block_size(self):
@@ -84,24 +117,48 @@ class Engine:
 
     def run(self, request):
         """Generate to the end in one compiled loop; the host reads once, after it."""
-        state = self.decode_loop(self.params, self.start(request))
-        return self.finish(state, len(request.lengths))
+        return self.finish(self.decode_loop(self.params, self.start(request)), request)
 
     def stream(self, request):
-        """Yield `Committed` (on the host) after the prefill and after every step; the last value is a `Generation`."""
+        """Yield `Committed` (on the host) after the prefill and after every step; the last value is a `Generation`.
+
+        What is sent back, a bool [batch] or None, ends rows.
+        """
         state = self.start(request)
         rows = len(request.lengths)
         first, finished = jax.device_get((state.tokens[:rows], state.finished[:rows]))
-        yield Committed(np.take_along_axis(first, request.lengths[:, None], axis=1), np.ones_like(request.lengths), finished)
-        while not finished.all():
+        committed = Committed(np.take_along_axis(first, request.lengths[:, None], axis=1), np.ones_like(request.lengths), finished)
+        while True:
+            stop = yield committed
+            if stop is not None and stop.any():
+                state = self.stop_rows(state, jax.device_put(np.pad(stop, (0, state.finished.shape[0] - rows))))
+            if (committed.finished if stop is None else committed.finished | stop).all():
+                break
             state, committed = self.stream_step(self.params, state)
             committed = jax.tree.map(lambda x: x[:rows], jax.device_get(committed))
-            finished = committed.finished
-            yield committed
-        yield self.finish(state, rows)
+        yield self.finish(state, request)
 
     def start(self, request):
         """Run the prefill: the state after each row's first token."""
+        if request.reuse is not None:
+            return self.first(*self.read(request))
+        arrays, slots = self._inputs(request)
+        return self.prefill(self.params, *arrays, slots=slots, keep_cache=request.keep_cache)
+
+    def read(self, request):
+        """Read the prompt only: (state, logits [batch, 1, vocab])."""
+        arrays, slots = self._inputs(request)
+        if request.reuse is None:
+            return self.read_prompt(self.params, *arrays, slots=slots, keep_cache=request.keep_cache)
+        known = request.reuse.known(request)
+        width = bucket(int((request.lengths - known).max()), _MIN_RESUME_BUCKET)
+        slots = max(slots, bucket(int(known.max()) + width, _MIN_SLOTS), request.reuse.slots)
+        prompt = np.pad(request.prompt, ((0, 0), (0, slots - request.prompt.shape[1])))
+        arrays = jax.device_put((known.astype(np.int32), prompt.astype(np.int32))) + arrays[1:]
+        return self.resume_prompt(self.params, request.reuse.caches, *arrays, slots=slots, width=width)
+
+    def _inputs(self, request):
+        """(the arrays of a prefill on the device, slots)."""
         request = self._filled_up(request)
         slots = self.slots_for(request)
         self.decoder.cache.check_room(request.limits, slots, self.decoder.target.placement.num_data)
@@ -109,8 +166,8 @@ class Engine:
         prompt = np.pad(request.prompt, ((0, 0), (0, width - request.prompt.shape[1])))
         eos = np.full(bucket(len(request.eos_ids), _MIN_EOS), -1, np.int32)
         eos[: len(request.eos_ids)] = request.eos_ids
-        arrays = (prompt, request.lengths, request.limits, eos)
-        return self.prefill(self.params, *jax.device_put(tuple(np.asarray(a, np.int32) for a in arrays)), slots=slots)
+        arrays = tuple(np.asarray(a, np.int32) for a in (prompt, request.lengths, request.limits, eos))
+        return jax.device_put((*arrays, request.rules or host_rules(len(request.lengths)))), slots
 
     def slots_for(self, request):
         """Cache length of a request: a power of two that holds the longest row and one block beyond it."""
@@ -118,11 +175,13 @@ class Engine:
         widest = bucket(request.prompt.shape[1], _MIN_PROMPT_BUCKET)
         return bucket(max(longest + self.block_size, widest), _MIN_SLOTS)
 
-    def finish(self, state, rows):
-        """Read the first `rows` rows of a finished state back to the host."""
+    def finish(self, state, request):
+        """Read a finished state back to the host."""
+        rows = len(request.lengths)
         counts = (state.num_steps, state.num_drafted, state.accepted_per_step)
         tokens, lengths, counts = jax.tree.map(lambda x: x[:rows], jax.device_get((state.tokens, state.lengths, counts)))
-        return Generation(tokens, lengths, DecodeStats.from_counts(*counts, self.block_size))
+        cache = GenerationCache.of(state, tokens, lengths) if request.keep_cache else None
+        return Generation(tokens, lengths, DecodeStats.from_counts(*counts, self.block_size, prefill_tokens(request)), cache)
 
     def _filled_up(self, request):
         """The request with rows of one token, finished from the start, so that rows divide over a mesh's data axes."""
@@ -131,8 +190,10 @@ class Engine:
             return request
         one = np.ones(extra, np.int32)
         prompt = np.pad(request.prompt, ((0, extra), (0, 0)))
+        rules = request.rules and dataclasses.replace(request.rules, pads=np.pad(request.rules.pads, (0, extra)))
         return request._replace(
-            prompt=prompt, lengths=np.concatenate([request.lengths, one]), limits=np.concatenate([request.limits, one])
+            prompt=prompt, rules=rules,
+            lengths=np.concatenate([request.lengths, one]), limits=np.concatenate([request.limits, one]),
         )
 
     def _stream_step(self, params, state):
@@ -140,6 +201,35 @@ class Engine:
         index = state.lengths[:, None] + jnp.arange(self.block_size, dtype=jnp.int32)
         tokens = jnp.take_along_axis(after.tokens, index, axis=1)
         return after, Committed(tokens, after.lengths - state.lengths, after.finished)
+
+
+    def _propose_and_verify(self, params, state, padded, pad_id):
+        """The first half of a step: (state, drafted, logits); rows in `padded` draft pad_id, as HF feeds ended rows."""
+        state, proposal = self.decoder.propose(params, state)
+        drafted = jnp.where(padded[:, None], pad_id, proposal.tokens)
+        state, logits = self.decoder.verify(params, state, drafted)
+        return state, drafted, logits
+
+
+def _placed(model, mesh):
+    """(`Target`, its parameters on the device or mesh)."""
+    placement = Placement.of(mesh)
+    target = Target(model, placement.platform, placement)
+    place = None if mesh is None else place_on(placement, target.config)
+    params = getattr(model, PARAMS_ATTRIBUTE, None) or bridge.params_of(model, place=place)
+    return target, reshard(params, placement, target.config)
+
+
+def prefill_tokens(request):
+    """Prompt tokens that a request's prefill has to read."""
+    known = 0 if request.reuse is None else request.reuse.known(request)
+    return int((request.lengths - known).sum())
+
+
+def host_rules(batch_size, processors=(), pads=None, pad_id=0, seed=(0, 0), **static):
+    """`sampling.Rules` of numpy arrays."""
+    pads = np.zeros(batch_size, np.int32) if pads is None else pads
+    return Rules(tuple(processors), np.array(seed, np.uint32), pads, np.int32(pad_id), **static)
 
 
 def bucket(size, smallest):

@@ -6,19 +6,21 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from . import bridge
+from . import bridge, processors
 from .cache import StaticKV
-from .sampling import greedy
+from .sampling import greedy, prefix_of, sample_draft
 from .sharding import reshard
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """tokens int32 [batch, block_size - 1], and the proposer's cache after drafting."""
+    """tokens int32 [batch, block_size - 1], the proposer's cache after drafting, and, where the tokens are samples,
+    the processed float32 logits [batch, block_size - 1, vocab] they were drawn from."""
 
     tokens: jax.Array
     cache: object
+    logits: jax.Array | None = None
 
 
 class Proposer(Protocol):
@@ -41,6 +43,20 @@ class Proposer(Protocol):
         beyond the clock and are overwritten by the next call."""
 
     def propose(self, params, target_params, state): ...
+
+
+def propose_from(logits, state, cache):
+    """A `Proposal` from a draft's logits [batch, block_size - 1, vocab], as the call's rules ask for it.
+
+    What penalises or forbids words for the target does so here too, with the committed text as the prefix.
+    """
+    rules, width = state.rules, logits.shape[1]
+    prefix = prefix_of(state, state.tokens, width)
+    if rules.samples_drafts:
+        tokens, logits = sample_draft(rules, logits, prefix)
+        return Proposal(tokens, cache, logits)
+    committed = dataclasses.replace(prefix, lengths=jnp.broadcast_to(state.lengths[:, None], prefix.lengths.shape))
+    return Proposal(greedy(processors.apply(processors.for_draft(rules.processors), logits, committed)), cache)
 
 
 class Autoregressive:
@@ -101,7 +117,7 @@ class DFlash:
         hidden, cache = self.denoise(params, target_params, state)
         logits = self.target.unembed(target_params, hidden[:, 1:])
         logits = self.run(params, lambda draft, logits: draft.finish_logits(logits), logits)
-        return Proposal(greedy(logits), cache)
+        return propose_from(logits.astype(jnp.float32), state, cache)
 
     def denoise(self, params, target_params, state):
         """The draft's hidden states [batch, block_size, hidden] of the next block, and its cache.

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .sampling import Rules
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +24,12 @@ class DecodeState:
         limits: int32 [batch], length at which a row is full.
         finished: bool [batch]; a finished row keeps running but its clock does not move.
         eos_ids: int32 [n], ids that end a row; -1 fills up.
+        rules: how tokens are chosen, see `sampling.Rules`.
         target_cache, draft_cache: pytrees owned by the target and the proposer.
         num_steps: int32 [batch], steps a row took part in.
         num_drafted: int32 [batch], draft tokens that could have been committed.
         accepted_per_step: int32 [batch, slots], accepted draft tokens of each of a row's steps.
+        keep_cache: static; the caches outlive the call, so that a finished row must not give its pages back.
     """
 
     tokens: jax.Array
@@ -33,21 +37,23 @@ class DecodeState:
     limits: jax.Array
     finished: jax.Array
     eos_ids: jax.Array
+    rules: Rules
     target_cache: object
     draft_cache: object
     num_steps: jax.Array
     num_drafted: jax.Array
     accepted_per_step: jax.Array
+    keep_cache: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
-    def create(cls, prompt, lengths, limits, eos_ids, slots, target_cache, draft_cache):
+    def create(cls, prompt, lengths, limits, eos_ids, rules, slots, target_cache, draft_cache, keep_cache=False):
         """A batch before its prompt was read: prompt [batch, width] right-padded, `lengths` its true lengths."""
         batch_size, width = prompt.shape
         per_row = jnp.zeros((batch_size,), jnp.int32)
         return cls(
             tokens=jnp.pad(prompt, ((0, 0), (0, slots - width))),
-            lengths=lengths, limits=limits, finished=per_row.astype(bool), eos_ids=eos_ids,
-            target_cache=target_cache, draft_cache=draft_cache,
+            lengths=lengths, limits=limits, finished=per_row.astype(bool), eos_ids=eos_ids, rules=rules,
+            target_cache=target_cache, draft_cache=draft_cache, keep_cache=keep_cache,
             num_steps=per_row, num_drafted=per_row, accepted_per_step=jnp.zeros((batch_size, slots), jnp.int32),
         )
 
@@ -92,6 +98,7 @@ class DecodeStats:
         acceptance_length, acceptance_rate: tau, and accepted / drafted (0.0 where nothing was drafted).
         accepted_by_position: share of steps that accepted the draft token at each position 1 .. block_size - 1.
         accepted_per_step: per row, the list of accepted draft tokens of each step.
+        num_prefill_tokens: prompt tokens the prefill read; what a reused cache held is not among them.
     """
 
     num_steps: int
@@ -101,9 +108,10 @@ class DecodeStats:
     acceptance_rate: float
     accepted_by_position: tuple[float, ...]
     accepted_per_step: list[list[int]]
+    num_prefill_tokens: int = 0
 
     @classmethod
-    def from_counts(cls, num_steps, num_drafted, accepted_per_step, block_size):
+    def from_counts(cls, num_steps, num_drafted, accepted_per_step, block_size, num_prefill_tokens=0):
         """From host copies of the state's counters."""
         rows = [[int(n) for n in accepted_per_step[b, :steps]] for b, steps in enumerate(num_steps)]
         flat = np.array([n for row in rows for n in row], np.int64)
@@ -116,4 +124,5 @@ class DecodeStats:
             acceptance_rate=accepted / drafted if drafted else 0.0,
             accepted_by_position=tuple(float((flat >= k).mean()) if steps else 0.0 for k in range(1, block_size)),
             accepted_per_step=rows,
+            num_prefill_tokens=num_prefill_tokens,
         )
