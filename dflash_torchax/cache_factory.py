@@ -88,8 +88,8 @@ class PagedCache:
             if need > have:
                 raise ValueError(
                     f"num_pages: rows of up to {[int(n) for n in rows]} tokens can need {need} pages of {self.page_size} tokens, "
-                    f"but the pool has {have} (num_pages={self.num_pages}, one of them nobody's). Pass num_pages={need + 1} or more, lower "
-                    f"max_new_tokens, or send fewer rows at once."
+                    f"but the pool has {have} (num_pages={self.num_pages}, one of them nobody's). "
+                    f"Pass num_pages={need + 1} or more, lower max_new_tokens, or send fewer rows at once."
                 )
 
     def _pages_for(self, tokens):

@@ -10,6 +10,7 @@ import numpy as np
 from . import bridge
 from .cache_factory import cache_for
 from .decode import Decoder, Params
+from .eagle3 import Eagle3
 from .loading import PARAMS_ATTRIBUTE
 from .proposers import Autoregressive, DFlash
 from .sampling import Rules, Verdict
@@ -257,4 +258,6 @@ def _proposer_for(draft, target, block_size):
         return draft
     if hasattr(draft, "denoise") and hasattr(draft, "inject_context"):
         return DFlash(draft, target, block_size)
+    if hasattr(draft, "fuse") and hasattr(draft, "advance"):
+        return Eagle3(draft, target, block_size)
     raise TypeError(f"draft: expected the result of load_draft(...), got {type(draft).__name__}")

@@ -119,6 +119,8 @@ class DFlash:
         return cache
 
     def propose(self, params, target_params, state):
+        if self.block_size == 1:  # nothing to draft; the context is kept for wider steps
+            return Autoregressive.propose(self, params, target_params, state)
         hidden, cache = self.denoise(params, target_params, state)
         logits = self.target.unembed(target_params, hidden[:, 1:])
         logits = self.run(params, lambda draft, logits: draft.finish_logits(logits), logits)

@@ -131,7 +131,8 @@ def _show(document):
     chip = document["chip"]
     out.print(
         f"{document['topology']}, tp {document['tp']}, dp {document['dp']}, batch {document['batch']}, "
-        f"context {document['context']}, {document['cache']}; {chip['name']}: {chip['flops'] / 1e12:.0f} TFLOP/s, {chip['bandwidth'] / 1e9:.0f} GB/s, "
+        f"context {document['context']}, {document['cache']}; "
+        f"{chip['name']}: {chip['flops'] / 1e12:.0f} TFLOP/s, {chip['bandwidth'] / 1e9:.0f} GB/s, "
         f"{chip['hbm'] / 2**30:.0f} GiB",
         markup=False,
     )
