@@ -99,7 +99,10 @@ class _Dispatch:
         if key not in self.loaded:
             self.loaded[key] = self._load(key, args, kwargs)
         executable = self.loaded[key]
-        return self.function(*args, **kwargs) if executable is None else executable(*args)
+        if executable is None:
+            return self.function(*args, **kwargs)
+        # Small arrays come from the host on one device; what is in place already is not moved.
+        return executable(*jax.device_put(args, executable.input_shardings[0]))
 
     def _load(self, key, args, kwargs):
         path = self.folder / f"{self.name}-{key}{_SUFFIX}"
