@@ -15,9 +15,10 @@ from .sharding import Placement
 
 # Up to this many pages are written one by one, in place; more go through one scatter.
 _UNROLLED_PAGES = 8
-# Keys and queries per inner block of the Pallas kernel: double-buffered K/V and the accumulators stay far below VMEM.
+# Keys and queries per inner block of the Pallas kernel, and the VMEM it may take: a quarter of the smallest chip's.
 _KV_BLOCK_TOKENS = 512
-_QUERY_BLOCK = 64
+_QUERY_BLOCK = 32
+_KERNEL_VMEM = 32 << 20
 
 
 @jax.tree_util.register_dataclass
@@ -265,5 +266,6 @@ def _kernel_attention(pages, table, query, starts, scaling, window, softcap):
             soft_cap=softcap,
             num_kv_pages_per_block=max(1, min(_KV_BLOCK_TOKENS // pages.shape[1], table.shape[1])),
             num_queries_per_block=min(_QUERY_BLOCK, batch_size * width),
+            vmem_limit_bytes=_KERNEL_VMEM,
         )
     return out.reshape(batch_size, width, heads, dim)

@@ -234,7 +234,7 @@ class Compiler:
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
-                raise CapacityError(f"{name}: {str(error).strip().splitlines()[0]}") from error
+                raise CapacityError(f"{name}: {' '.join(str(error).split())[:500]}") from error
         return Program(name, width, compiled, time.perf_counter() - begin, args, kwargs)
 
 
