@@ -161,10 +161,10 @@ def test_recorded_features_are_those_of_one_forward(trained_on):
     assert compute_missing([(file, sequences)], reader, LAYERS, 64) is None
 
 
-@pytest.mark.parametrize("shard_format", ["safetensors", "jsonl"])
-def test_a_killed_generation_resumes_to_the_same_corpus(tmp_path, shard_format):
+@pytest.mark.parametrize(("shard_format", "temperature"), [("safetensors", 0.0), ("jsonl", 0.9)])
+def test_a_killed_generation_resumes_to_the_same_corpus(tmp_path, shard_format, temperature):
     model = tiny_target()
-    plan = corpus.CorpusPlan([("a", ids) for ids in random_prompts((5, 9, 3, 7, 6))], 2, 12, (7, 11))
+    plan = corpus.CorpusPlan([("a", ids) for ids in random_prompts((5, 9, 3, 7, 6))], 2, 12, (7, 11), "", temperature)
     corpus.generate(model, plan, tmp_path / "whole", shard_format=shard_format)
     after_one = iter([False, True])
     corpus.generate(model, plan, tmp_path / "parts", shard_format=shard_format, stop=lambda: next(after_one))

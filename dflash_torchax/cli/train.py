@@ -36,6 +36,7 @@ def _add_corpus(group):
     group.add_argument("--max-new-tokens", type=int, default=128)
     group.add_argument("--max-prompt-tokens", type=int, default=512)
     group.add_argument("--generate-batch", type=int, default=32, help="rows per batch of generation")
+    group.add_argument("--temperature", type=float, default=0.0, help="of the continuations; 0 is greedy")
     group.add_argument("--format", choices=("safetensors", "jsonl"), default="safetensors", help="of the shards")
 
 
@@ -150,7 +151,7 @@ def _generate(args, model, tokenizer, layers, stop):
     if not sources:
         raise ValueError("--prompts: none given; name a JSONL file or hf:owner/name, or use --synthesise N.")
     options = training.CorpusOptions(args.sequences, args.held_out, args.max_new_tokens, args.max_prompt_tokens,
-                                     args.generate_batch, args.format, args.seed)
+                                     args.generate_batch, args.format, args.temperature, args.seed)
     with tqdm(unit="token", desc="generate", dynamic_ncols=True) as bar:
         def on_shard(done, total, tokens):
             bar.set_postfix({"shard": f"{done}/{total}"}, refresh=False)
