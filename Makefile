@@ -1,9 +1,14 @@
 # make demo: generate with the embedded pair and print a table measured in this run (PROMPT="..." overrides)
 # make test: the fast tests
+# make results: measure the tables of README and docs on this machine (about 8 minutes on 2 cores), then make docs
+# make docs: build generated pages from docs/results/*.json and docstrings
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: .venv demo test test-slow test-tpu-compile lint clean
+# What the published tables compare; the rest of the command is in docs/results/benchmark.json.
+RESULTS_METHODS ?= ar,dflash,prompt-lookup,hf,zlab
+
+.PHONY: .venv demo results docs test test-slow test-tpu-compile lint clean
 
 demo: .venv
 	$(BIN)/python examples/demo.py $(if $(PROMPT),--prompt "$$PROMPT")
@@ -17,6 +22,13 @@ test-slow: .venv
 test-tpu-compile: .venv
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[tpu]'
 	$(BIN)/python -m pytest tests -m tpu_compile
+
+results: .venv
+	$(BIN)/dflash-torchax benchmark --methods $(RESULTS_METHODS) --num-prompts 8 --max-new-tokens 64 --output docs/results/benchmark.json
+	$(BIN)/python docs/build.py
+
+docs: .venv
+	$(BIN)/python docs/build.py
 
 lint: .venv
 	$(BIN)/python -m pip install -q ruff mypy

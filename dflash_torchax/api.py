@@ -12,7 +12,8 @@ def enable(model, draft=None, *, block_size=None, max_length=None, cache="auto",
     Args:
         model: HF causal language model, from `from_pretrained` or `load_target`.
         draft: `load_draft(...)`; None compiles plain autoregressive decoding.
-        block_size: slots per block, anchor included, at most the draft's; None takes the draft's.
+        block_size: slots per block, anchor included, at most the draft's; None takes the draft's. "auto" chooses while
+            it generates, from acceptance seen and step cost measured; it never changes the output.
         max_length: longest prompt + output to provide for. Then one cache length serves every call; None sizes
             caches by request, in powers of two.
         cache: the target's KV cache: "static" (contiguous), "paged" (`PagedCache(page_size=..., num_pages=...)` to size
@@ -29,10 +30,14 @@ def enable(model, draft=None, *, block_size=None, max_length=None, cache="auto",
         ValueError, TypeError, NotImplementedError: one paragraph naming argument, value and the way out; then
             `model.generate` is what it was before.
     """
+    from .auto_block import AutoEngine
     from .engine import Engine
 
-    engine = Engine(model, draft, block_size=block_size, max_length=max_length, cache=cache, mesh=mesh,
-                    draft_sampling=draft_sampling)
+    options = {"max_length": max_length, "cache": cache, "mesh": mesh, "draft_sampling": draft_sampling}
+    if block_size == "auto":
+        engine = AutoEngine(model, draft, **options)
+    else:
+        engine = Engine(model, draft, block_size=block_size, **options)
     disable(model)
     model.generate = Generate(model, engine)
     return model

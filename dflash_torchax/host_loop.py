@@ -57,7 +57,7 @@ class HostRun:
             active, before = self._talking().clone(), self.input_ids.shape[1]
             padded = jax.device_put(np.pad(~active.numpy(), (0, state.finished.shape[0] - rows)))
             state, drafted, logits = self.engine.propose_and_verify(self.engine.params, state, padded, np.int32(self.pad_id))
-            columns = self._columns(jax.device_get(drafted)[:rows], logits)
+            columns = self._columns(np.array(jax.device_get(drafted)[:rows]), logits)
             room = self.criteria.max_length - before
             _count(counts, active, len(columns), min(drafted.shape[1], room - 1))
         tokens, lengths = (x[:rows] for x in jax.device_get((state.tokens, state.lengths)))

@@ -1,0 +1,164 @@
+"""A benchmark's document as tables: rich on a screen, Markdown in a file."""
+
+from .summary import DEFINITIONS, decay_order
+
+COLUMNS = (
+    "method",
+    "ms/token",
+    "tokens/s",
+    "first token ms",
+    "speedup (low..high)",
+    "tau",
+    "accepted",
+    "exact",
+    "peak MB",
+    "compile s",
+)
+
+
+def tables(document):
+    """Yield (title, list of rows of texts) for every prompt set and batch size."""
+    for name, sizes in document["summary"].items():
+        for size, rows in sizes.items():
+            prompts = next(iter(rows.values()))["prompts"]
+            title = f"{name}: {prompts} prompts, batch {size}, up to {document['settings']['max_new_tokens']} new tokens"
+            yield title, [_row(label, figures, document["methods"][label]) for label, figures in rows.items()]
+
+
+def _row(label, figures, facts):
+    peak = facts.get("peak_memory_bytes")
+    return [
+        label,
+        _number(figures["ms_per_token"], 1),
+        _number(figures["tokens_per_second"], 1),
+        _number(figures["ttft_ms"], 0),
+        _speedup(figures),
+        _number(figures.get("tau"), 2),
+        _percent(figures.get("acceptance_rate")),
+        figures.get("exact", "-"),
+        _number(None if peak is None else peak / 1e6, 0),
+        _number(facts["compile_seconds"] or None, 1),
+    ]
+
+
+def _number(value, digits):
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value):
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _speedup(figures):
+    if figures["speedup"] is None:
+        return "-"
+    return f"{figures['speedup']:.2f}x ({figures['speedup_low']:.2f}..{figures['speedup_high']:.2f})"
+
+
+def positions(document):
+    """Rows (set, method, shares by position) of acceptance, first batch size."""
+    for name, sizes in document["summary"].items():
+        for label, figures in next(iter(sizes.values())).items():
+            if figures.get("acceptance_by_position"):
+                yield name, label, figures["acceptance_by_position"]
+
+
+def notes(document):
+    """Sentences that belong under the tables."""
+    settings, lines = document["settings"], []
+    temperature = settings["temperature"]
+    lines.append(
+        f"Speedups are over {settings['baseline']}; "
+        + (
+            f"tokens are compared with those of {settings['reference']}."
+            if temperature == 0
+            else f"temperature {temperature}: outputs differ by chance and are not compared."
+        )
+    )
+    for name, sizes in document["summary"].items():
+        for rows in sizes.values():
+            for label, figures in rows.items():
+                if "first_difference" in figures:
+                    d = figures["first_difference"]
+                    lines.append(
+                        f"{name}, {label}: {figures['exact']} equal; the earliest difference is at new token {d['position']} "
+                        f"({d['expected']} expected, {d['got']} came), where the two best logits are {d['top2_gap']:.2g} apart."
+                    )
+    compared = [record for record in document["runs"] if record["programs_compiled"]]
+    if compared:
+        lines.append(f"{len(compared)} timed calls compiled a program; their times include it.")
+    lines += document.get("skipped", [])
+    order = decay_order(document["summary"], settings.get("main_method"))
+    if order:
+        lines.append(
+            f"Tasks by decay of acceptance ({settings['main_method']}), slowest first: "
+            + ", ".join(f"{name} (tau {tau:.2f}, like a constant acceptance of {rate:.2f})" for name, tau, rate in order)
+            + "."
+        )
+    return lines
+
+
+def environment_line(document):
+    """One line about where it was measured."""
+    env = document["environment"]
+    versions = ", ".join(
+        f"{name} {env['versions'][name]}" for name in ("torch", "torchax", "jax", "transformers") if name in env["versions"]
+    )
+    return (
+        f"{env['date']}, {env['devices']} x {env['device']} ({env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB), "
+        f"Python {env['python']}, {versions}, commit {env['commit'] or 'unknown'}; target {document['settings']['target']}, "
+        f"draft {document['settings']['draft'] or 'none'}, {document['settings']['dtype']}"
+    )
+
+
+def print_rich(document, console):
+    """Print everything on a rich console."""
+    from rich.table import Table
+
+    for title, rows in tables(document):
+        table = Table(title=title, title_justify="left")
+        for column in COLUMNS:
+            table.add_column(column, justify="left" if column == "method" else "right", no_wrap=column == "method")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    shares = list(positions(document))
+    if shares:
+        table = Table(title="Acceptance by position (0 is the anchor; a row sums to tau)", title_justify="left")
+        for column in ("set", "method", "share of steps"):
+            table.add_column(column, no_wrap=column != "share of steps")
+        for name, label, row in shares:
+            table.add_row(name, label, " ".join(_share(share) for share in row))
+        console.print(table)
+    for line in notes(document):
+        console.print(line, markup=False)
+    console.print(environment_line(document), style="dim", markup=False)
+
+
+def markdown(document, definitions=True):
+    """Everything as Markdown, without a title."""
+    parts = []
+    for title, rows in tables(document):
+        parts.append(f"**{title}**\n\n" + markdown_table(COLUMNS, rows))
+    shares = [[name, label, " ".join(_share(share) for share in row)] for name, label, row in positions(document)]
+    if shares:
+        parts.append(
+            "**Acceptance by position** (0 is the anchor; a row sums to tau)\n\n"
+            + markdown_table(("set", "method", "share of steps"), shares, left=3)
+        )
+    parts.append("\n".join(f"- {line}" for line in notes(document)))
+    if definitions:
+        parts.append("\n".join(f"- `{name}`: {text}." for name, text in DEFINITIONS.items()))
+    parts.append(f"Measured {environment_line(document)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(columns, rows, left=1):
+    """A Markdown table; the first `left` columns are left-aligned."""
+    marks = ["---" if index < left else "---:" for index in range(len(columns))]
+    lines = [list(columns), marks, *[[str(cell) for cell in row] for row in rows]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _share(value):
+    return "1" if value == 1 else f"{value:.3f}".lstrip("0")

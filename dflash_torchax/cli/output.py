@@ -1,0 +1,186 @@
+"""What every command shares: streams, exit codes, one-line errors, files that are whole or not there."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 0, 1, 2, 130, 141
+
+_LINE = 160  # longest line `dumps` keeps in one piece
+_FILE_WIDTH = 140  # columns of a table that goes to a file or a pipe
+
+
+class CliError(Exception):
+    """A mistake of the user's, already explained in one sentence."""
+
+
+def console(stderr=False):
+    """A rich console on stdout or stderr; a closed pipe raises BrokenPipeError instead of rich's silent exit."""
+    from rich.console import Console
+
+    class Piped(Console):
+        def on_broken_pipe(self):
+            raise BrokenPipeError
+
+    stream = sys.stderr if stderr else sys.stdout
+    wide = None if stream.isatty() or os.environ.get("COLUMNS") else _FILE_WIDTH
+    return Piped(file=stream, highlight=False, width=wide)
+
+
+def note(message):
+    """One line for the user that is not the result: on stderr, dimmed."""
+    console(stderr=True).print(message, style="dim", markup=False, soft_wrap=True)
+
+
+def complain(message):
+    """The one line of an error, on stderr."""
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed as well
+        print(f"dflash-torchax: {message}", file=sys.stderr, flush=True)
+
+
+def one_line(error):
+    """An exception's message on one line; its type too where the message alone would not be understood."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (CliError, ValueError, NotImplementedError, FileNotFoundError, ImportError)) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def flush():
+    """Flush stdout here, where a closed pipe is still handled, not at interpreter exit."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def drop_stdout():
+    """After a closed pipe: point stdout at nothing, so that the interpreter's last flush stays silent."""
+    with contextlib.suppress(OSError, ValueError):
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
+
+
+@contextlib.contextmanager
+def tidy_terminal():
+    """Within: SIGTERM unwinds like Ctrl-C, missing streams swallow output. After: cursor shown, colours reset."""
+    with contextlib.ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # started with the stream closed
+                setattr(sys, name, stack.enter_context(open(os.devnull, "w")))
+                stack.callback(setattr, sys, name, None)
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGTERM, _on_sigterm)
+            stack.callback(signal.signal, signal.SIGTERM, before)
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    if stream.isatty():
+                        stream.write("\x1b[0m\x1b[?25h")
+                        stream.flush()
+
+
+def _on_sigterm(signum, frame):
+    raise SystemExit(128 + signum)
+
+
+def print_json(document):
+    """Print a JSON document on stdout in one write: whole or not at all."""
+    sys.stdout.write(dumps(document) + "\n")
+
+
+def dumps(document, indent=""):
+    """JSON text in which whatever fits on a line stays on it: small enough to diff, readable enough to review."""
+    line = json.dumps(document)
+    if len(line) <= _LINE or not isinstance(document, (dict, list)):
+        return line
+    deeper = indent + " "
+    if isinstance(document, dict):
+        parts = [f"{json.dumps(str(key))}: {dumps(value, deeper)}" for key, value in document.items()]
+    elif all(isinstance(item, (int, float)) for item in document):
+        return line
+    else:
+        parts = [dumps(item, deeper) for item in document]
+    inner = f",\n{deeper}".join(parts)
+    opening, closing = "{}" if isinstance(document, dict) else "[]"
+    return f"{opening}\n{deeper}{inner}\n{indent}{closing}"
+
+
+def check_writable(path):
+    """Raise CliError now, before hours of work, where `path` could not be written at the end."""
+    folder = Path(path).expanduser().absolute().parent
+    if not folder.is_dir():
+        raise CliError(f"{path}: the folder {folder} does not exist; make it first, or choose another file.")
+    if Path(path).is_dir() or not os.access(folder, os.W_OK):
+        raise CliError(f"{path}: cannot be written; choose another file.")
+
+
+def make_folder(path):
+    """Make a folder for results; CliError where that cannot be."""
+    try:
+        Path(path).expanduser().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CliError(f"{path}: cannot be made a folder ({error.strerror}); choose another.") from error
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """Yield a temporary path beside `path` that takes its place at the end; nothing is left of it on an error."""
+    path = Path(path).expanduser()
+    handle, scratch = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.", suffix=path.suffix)
+    os.close(handle)
+    try:
+        yield Path(scratch)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(scratch, 0o666 & ~umask)  # mkstemp's files are private; a result is not
+        os.replace(scratch, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(scratch)
+
+
+def write_text(path, text):
+    """Write a text file as a whole: readers see the old one or the new one."""
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+def write_json(path, document):
+    """Write a JSON file as a whole."""
+    write_text(path, dumps(document) + "\n")
+
+
+def quiet_libraries():
+    """No progress bars and warnings of other libraries between our own output."""
+    import warnings
+
+    import huggingface_hub
+    import transformers
+
+    warnings.simplefilter("ignore", FutureWarning)  # of packages that call each other's older spellings
+
+    huggingface_hub.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with contextlib.suppress(ImportError):
+        import datasets
+
+        datasets.utils.logging.set_verbosity_error()
+
+
+@contextlib.contextmanager
+def waiting(message):
+    """A spinner on stderr while something takes its time; a plain line where stderr is no terminal."""
+    err = console(stderr=True)
+    if not err.is_terminal:
+        yield
+        return
+    with err.status(message):
+        yield

@@ -1,0 +1,89 @@
+"""Law: generated pages say what the committed JSON says, and links lead somewhere."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import dflash_torchax
+from dflash_torchax.benchmark import report, summary
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def build():
+    """docs/build.py as a module."""
+    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def document(build):
+    return build.benchmark_document()
+
+
+def test_results_page_is_made_from_the_committed_json(build, document):
+    assert (ROOT / "docs" / "results.md").read_text() == build.results_page(document)
+
+
+def test_readme_block_is_made_from_the_committed_json(build, document):
+    readme = ROOT / "README.md"
+    if not readme.is_file() or "<!-- results:begin -->" not in readme.read_text():
+        pytest.skip("README.md has no results block")
+    text = readme.read_text()
+    assert build.with_readme_block(text, document) == text
+
+
+def test_a_readme_block_is_filled_and_nothing_else(build, document):
+    text = "# Title\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n"
+    once = build.with_readme_block(text, document)
+    assert once.startswith("# Title\n<!-- results:begin -->\n")
+    assert once.endswith("<!-- results:end -->\nafter\n")
+    assert "old" not in once
+    assert build.with_readme_block(once, document) == once
+    assert build.with_readme_block("no marks", document) == "no marks"
+
+
+def test_committed_figures_follow_from_the_committed_records(document):
+    settings = document["settings"]
+    assert summary.summarise(document, settings["baseline"], settings["max_new_tokens"]) == document["summary"]
+    assert document["definitions"] == summary.DEFINITIONS
+
+
+def test_committed_results_are_exact_and_step_like_zlab(document):
+    for sizes in document["summary"].values():
+        for rows in sizes.values():
+            for label, figures in rows.items():
+                same, compared = figures["exact"].split("/")
+                assert same == compared, label
+            tau = {label.split("-b")[0]: figures.get("tau") for label, figures in rows.items()}
+            if "zlab" in tau:
+                assert tau["dflash"] == tau["zlab"]
+
+
+def test_tables_show_the_figures_of_the_json(document):
+    text = report.markdown(document)
+    for sizes in document["summary"].values():
+        for rows in sizes.values():
+            for label, figures in rows.items():
+                assert re.search(rf"\| {label} \| {figures['ms_per_token']:.1f} \| .* \| {figures['speedup']:.2f}x ", text), label
+
+
+def test_api_page_has_every_public_name_and_all_are_documented(build):
+    text = (ROOT / "docs" / "api.md").read_text()
+    for name in dflash_torchax.__all__:
+        if name != "__version__":
+            assert f"\n## {name}\n" in text, f"{name} is missing: run python docs/build.py"
+            assert build.docstring(getattr(dflash_torchax, name)), name
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("README.md")]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
