@@ -15,7 +15,7 @@ from dflash_torchax.training.export import export_dflash
 from dflash_torchax.training.initial import new_dflash
 from dflash_torchax.training.learner import Frozen, Recipe, sample_anchors
 from dflash_torchax.training.losses import LossWeights
-from dflash_torchax.training.taps import ShardFeatures, TapReader, compute_missing, feature_file
+from dflash_torchax.training.taps import ShardFeatures, TapReader, compute_missing
 from dflash_torchax.training.trainer import BEST, Schedule, Trainer
 
 from .tiny import MASK_ID, left_padded, random_draft, random_prompts, tiny_target
@@ -152,13 +152,18 @@ def test_recorded_features_are_those_of_one_forward(trained_on):
     model, folder, _ = trained_on
     file, sequences = corpus.read(folder)[0]
     lengths = [len(s.ids) for s in sequences]
-    recorded = ShardFeatures(feature_file(file, LAYERS), lengths)
+    recorded, some = ShardFeatures(file, LAYERS, lengths), ShardFeatures(file, (3, 0), lengths)
     reader = TapReader(Target(model, "cpu"), bridge.params_of(model), LAYERS)
     ids = np.stack([np.pad(s.ids, (0, 64 - len(s.ids))) for s in sequences])
     fresh = np.asarray(reader(ids))
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(recorded[row][: length - 1].astype(np.float32), fresh[row, : length - 1], rtol=0.02, atol=1e-3)
-    assert compute_missing([(file, sequences)], reader, LAYERS, 64) is None
+    np.testing.assert_array_equal(some[1], recorded[1].reshape(-1, 4, 32)[:, [3, 0]].reshape(-1, 64))
+    with pytest.raises(FileNotFoundError, match=r"layers \[7\]"):
+        ShardFeatures(file, (7,), lengths)
+    computed = []
+    compute_missing([(file, sequences)], reader, LAYERS, 64, on_shard=computed.append)
+    assert not computed, "what was recorded is not computed again"
 
 
 @pytest.mark.parametrize(("shard_format", "temperature"), [("safetensors", 0.0), ("jsonl", 0.9)])
