@@ -1,6 +1,7 @@
 """Laws of training: the gradient is PyTorch's, a killed run resumes to the same numbers, training makes a draft that drafts."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -85,6 +86,31 @@ def test_a_dflash_gradient_step_equals_pytorch(fields):
     torch.optim.AdamW(draft.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-8).step()
     for name, parameter in draft.named_parameters():
         np.testing.assert_allclose(ours[name], parameter.detach(), atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
+def test_active_logits_are_columns_of_the_whole_ones(name):
+    model = tiny_target(name, tie_word_embeddings=name == "gemma2")
+    target, params = Target(model, "cpu"), bridge.params_of(model)
+    ids = np.array([3, 10, 11, 60, 96], np.int32)
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 32)), jnp.float32)
+    cut = vocabulary.head_rows(target, params, ids)
+    np.testing.assert_allclose(target.head(cut, hidden), target.head(params, hidden)[..., ids], atol=1e-5)
+    assert vocabulary.columns_of(ids, 97)[[10, 12, 96]].tolist() == [1, -1, 4]
+
+
+def test_bfloat16_compute_keeps_float32_parameters_and_about_the_same_loss():
+    model = tiny_target()
+    target, params, batch = training_batch(model, (0, 2, 3))
+    losses = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        learner = DFlashLearner(random_draft(model, block_size=BLOCK), target, Recipe(5, 3.0, LOSSES, dtype))
+        frozen = Frozen(params, params, None, learner.buffers)
+        where = sample_anchors(jax.random.key(0), batch, 5)
+        step = jax.jit(jax.value_and_grad(lambda p: learner.outcome(p, frozen, batch, *where).loss))
+        losses[dtype], gradient = step(learner.params)
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((gradient, learner.params)))
+    np.testing.assert_allclose(losses[jnp.bfloat16], losses[jnp.float32], rtol=0.03)
 
 
 def _trainer(trained_on, folder, steps, **options):
