@@ -136,7 +136,15 @@ def test_training_lowers_the_loss_and_its_export_drafts_better(trained_on, tmp_p
     assert record.best_tau > max(1.5, before["tau"] + 0.3)
 
     export_dflash(draft, trainer.best_params(), tmp_path / "draft", dtype=torch.float32)
-    model = trained_on[0]
+    model, _, held_out = trained_on
+    prompts = [s.ids[: s.prompt_length].tolist() for _, shard in corpus.read(held_out) for s in shard]
+    ids, mask = left_padded(prompts)
+    trainer.params = trainer.best_params()
+    (tau, steps), = trainer.loop_tau(trainer.held_out).values()
+    with enabled(model, load_draft(tmp_path / "draft")):
+        model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)
+        assert abs(last_stats(model).acceptance_length - tau) < 0.05, "hidden states are kept in bfloat16, so a near-tie may differ"
+        assert abs(last_stats(model).num_steps / steps - 1) < 0.03
     ids, mask = left_padded(random_prompts((5, 7, 6, 4), seed=1))
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)
     with enabled(model, load_draft(tmp_path / "draft")):
