@@ -47,7 +47,7 @@ def log_probs_after(model, prefixes, setting=None):
     with torch.no_grad():
         logits = model(ids).logits[:, -1].double()
     if setting is not None:
-        config = GenerationConfig(**{k: v for k, v in neutral(**setting).items()})
+        config = GenerationConfig(**neutral(**setting))
         config._eos_token_tensor = config._pad_token_tensor = None
         logits = model._get_logits_processor(config, len(PROMPT), None, None, [], "cpu", {})(ids, logits)
     return torch.log_softmax(logits, -1).numpy()
