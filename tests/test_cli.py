@@ -115,6 +115,20 @@ def test_a_mistake_is_one_line_that_names_it(cli, argv, named):
     assert named in err
 
 
+def test_block_size_auto_changes_no_token(cli, pair):
+    code, out, _ = cli("generate", PROMPT, *_models(pair), "--max-new-tokens", NEW, "--block-size", "auto", "--json")
+    assert code == 0
+    assert json.loads(out)["tokens"] == greedy(pair[2], [1, 7, 8, 9, 2], NEW)
+
+
+def test_sampling_is_reproducible(cli, pair):
+    def sampled(seed):
+        return cli("generate", PROMPT, *_models(pair), "--max-new-tokens", NEW, "--temperature", "1", "--top-k", "9", "--seed", seed)[1]
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
 def test_debug_shows_the_traceback(cli):
     code, _, err = cli("generate", "w7", "--target", "/no/such/folder", "--debug")
     assert code == 1
