@@ -102,11 +102,6 @@ def refuse_unsupported(generation_config, model_kwargs):
         if value is None or name in _PREPARED_BY_HF or (known is not None and known.kind != "refused"):
             continue
         raise NotImplementedError(f"{name}: not supported; {known.note if known else f'leave it out, or {_HF}'}.")
-    for name in ("cache", "past_key_values"):
-        cache = model_kwargs.get(name)
-        if getattr(cache, "_is_user_defined", False) and not isinstance(cache, GenerationCache):
-            raise NotImplementedError(f"{name}: {type(cache).__name__} is not supported; pass the cache of an earlier output of "
-                                      f"this model (return_dict_in_generate=True), or leave it out.")
     _refuse_own_positions(model_kwargs)
 
 
@@ -115,6 +110,11 @@ def refuse_call(kwargs):
     for name in ("custom_generate", "synced_gpus", "trust_remote_code", "assistant_tokenizer", "inputs_embeds"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise NotImplementedError(f"{name}: not supported; {CALL[name].note}.")
+    for name in ("cache", "past_key_values"):
+        cache = kwargs.get(name)
+        if cache is not None and not isinstance(cache, GenerationCache):
+            raise NotImplementedError(f"{name}: {type(cache).__name__} is not supported; pass the cache of an earlier output of "
+                                      f"this model (return_dict_in_generate=True), or leave it out.")
 
 
 def _refuse_own_positions(model_kwargs):

@@ -68,6 +68,14 @@ class KVCache:
             out, buffers = run(self.buffers(layer), self.index, query, key, value, starts, positions, last_visible, sinks)
         return out, self.with_buffers(layer, buffers)
 
+    def abstract(self):
+        """The cache as `ShapeDtypeStruct`s that carry the shardings it has on its mesh."""
+
+        def with_sharding(array, dims):
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.placement.sharding(*dims))
+
+        return jax.tree.map(with_sharding, self, self.dims())
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +130,11 @@ class StaticKV(KVCache):
     def with_buffers(self, layer, buffers):
         keys = replaced(self.keys, layer, buffers[0])
         return dataclasses.replace(self, keys=keys, values=replaced(self.values, layer, buffers[1]))
+
+    def dims(self):
+        """The cache with each array replaced by its named dimensions."""
+        per_layer = tuple(self.buffer_dims(layer)[0] for layer in range(len(self.keys)))
+        return dataclasses.replace(self, keys=per_layer, values=per_layer)
 
     def heads_dim(self, layer):
         return self.placement.split(self.keys[layer].shape[1])

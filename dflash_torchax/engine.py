@@ -9,6 +9,7 @@ import numpy as np
 
 from . import bridge
 from .decode import Decoder, Params
+from .eagle3 import Eagle3
 from .loading import PARAMS_ATTRIBUTE
 from .paged import cache_for
 from .proposers import Autoregressive, DFlash
@@ -257,4 +258,6 @@ def _proposer_for(draft, target, block_size):
         return draft
     if hasattr(draft, "denoise") and hasattr(draft, "inject_context"):
         return DFlash(draft, target, block_size)
+    if hasattr(draft, "fuse") and hasattr(draft, "advance"):
+        return Eagle3(draft, target, block_size)
     raise TypeError(f"draft: expected the result of load_draft(...), got {type(draft).__name__}")

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import inspect
 
 import numpy as np
 import torch
@@ -25,6 +26,13 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     stats: DecodeStats | None = None
 
 
+# transformers renamed the output's `past_key_values` to `cache` in 5.2x; both names work here.
+_CACHE_FIELD, _OTHER_NAME = "cache", "past_key_values"
+if "cache" not in {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}:
+    _CACHE_FIELD, _OTHER_NAME = _OTHER_NAME, _CACHE_FIELD
+setattr(GenerateOutput, _OTHER_NAME, property(lambda output: getattr(output, _CACHE_FIELD)))
+
+
 class Generate:
     """The callable that `enable` puts at `model.generate`; same arguments and result as HF's.
 
@@ -36,6 +44,7 @@ class Generate:
         self.last_stats = None
         self._replaced = model.__dict__.get("generate")
         self._generate = functools.partial(type(model).generate, model)
+        self._cache_keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._engines = {}  # of drafts given as assistant_model
         functools.update_wrapper(self, type(model).generate)
 
@@ -54,6 +63,8 @@ class Generate:
         _check_ids(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
         refuse_call(kwargs)
         kwargs = _with_stop_strings(kwargs)
+        for name in [name for name in ("cache", "past_key_values") if name in kwargs]:
+            kwargs[self._cache_keyword] = kwargs.pop(name)
         engine = self.engine if assistant_model is None else self._engine_for(assistant_model)
 
         def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -168,7 +179,7 @@ class Call:
         return GenerateOutput(
             sequences=sequences, stats=generation.stats,
             scores=run.scores if self.keep_scores else None, logits=run.logits if self.keep_logits else None,
-            **{cache_field(): generation.cache},
+            **{_CACHE_FIELD: generation.cache},
         )
 
     def _request(self, model_kwargs, rules):
@@ -249,9 +260,3 @@ def _padded_output(input_ids, request, generation, pad_id):
         new[row, :count] = generation.tokens[row, start : start + count]
     return torch.cat([input_ids.cpu(), torch.from_numpy(new)], dim=1)
 
-
-@functools.cache
-def cache_field():
-    """transformers renamed the output's `past_key_values` to `cache` in 5.2x."""
-    names = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
-    return "cache" if "cache" in names else "past_key_values"

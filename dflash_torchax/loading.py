@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from . import bridge
 from .config import DFlashConfig
 from .draft_model import DFlashDraftModel
+from .eagle3 import read_eagle3
+from .eagle3_model import is_eagle3
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ PARAMS_ATTRIBUTE = "_dflash_torchax_params"
 
 
 def load_draft(path_or_repo, *, dtype=None, revision=None):
-    """Load a DFlash draft (z-lab v1 layout).
+    """Load a draft: DFlash (z-lab v1 layout) or EAGLE-3 (SafeAILab's, vLLM's or speculators' layout).
 
     Args:
         path_or_repo: folder with config.json and safetensors, or a Hugging Face repo id.
@@ -29,14 +31,17 @@ def load_draft(path_or_repo, *, dtype=None, revision=None):
         revision: repo revision.
 
     Returns:
-        `DFlashDraftModel` on the CPU, in eval mode.
+        `DFlashDraftModel` or `Eagle3DraftModel` on the CPU, in eval mode.
 
     Raises:
         FileNotFoundError: no such folder or file.
         ValueError: a config field or tensor is missing, unexpected, misshapen or not finite.
     """
-    folder = _local_folder(path_or_repo, revision)
-    config = DFlashConfig.from_dict(json.loads(_file(folder, "config.json").read_text()))
+    folder = _local_folder(path_or_repo, revision, also=("pytorch_model*.bin",))
+    fields = json.loads(_file(folder, "config.json").read_text())
+    if is_eagle3(fields):
+        return read_eagle3(folder, fields, dtype)
+    config = DFlashConfig.from_dict(fields)
     with init_empty_weights(include_buffers=False):
         draft = DFlashDraftModel(config)
     expected = {name: tuple(p.shape) for name, p in draft.named_parameters()}
@@ -81,13 +86,13 @@ def load_target(path_or_repo, *, dtype=None, place=None, revision=None):
     return model
 
 
-def _local_folder(path_or_repo, revision):
+def _local_folder(path_or_repo, revision, also=()):
     folder = Path(path_or_repo).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_absolute() or str(path_or_repo).count("/") != 1:
         raise FileNotFoundError(f"path_or_repo: {str(path_or_repo)!r} is neither a folder nor a repo id like 'owner/name'")
-    return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+    return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=["*.json", "*.safetensors", *also]))
 
 
 def _file(folder, name):

@@ -123,6 +123,12 @@ class PagedKV(KVCache):
     def with_buffers(self, layer, buffers):
         return dataclasses.replace(self, pages=replaced(self.pages, layer, buffers))
 
+    def dims(self):
+        """The cache with each array replaced by its named dimensions."""
+        pages = tuple(self.buffer_dims(layer) for layer in range(len(self.pages)))
+        row = ("data",)
+        return dataclasses.replace(self, pages=pages, table=("data", None), held=row, free=row, num_free=row)
+
     def heads_dim(self, layer):
         return self.placement.split(self.pages[layer].shape[2] // 2)
 
@@ -183,7 +189,7 @@ def _write_one_by_one(pages, numbers, fresh, offsets):
     page_size = pages.shape[1]
     for row in range(numbers.shape[0]):
         window = jnp.concatenate([jax.lax.dynamic_slice_in_dim(pages, number, 1)[0] for number in numbers[row]])
-        window = _merged(window, fresh[row], offsets[row])
+        window = jax.lax.dynamic_update_slice_in_dim(window, fresh[row], offsets[row], 0)
         for i, number in enumerate(numbers[row]):
             pages = jax.lax.dynamic_update_slice_in_dim(pages, window[None, i * page_size : (i + 1) * page_size], number, 0)
     return pages
@@ -208,13 +214,15 @@ def _kernel_attention(pages, table, query, starts, scaling, window, softcap):
 
     batch_size, heads, width, dim = query.shape
     tokens = query.transpose(0, 2, 1, 3).reshape(batch_size * width, heads, dim)
-    out = ragged_paged_attention(
-        tokens, pages, starts + width, table,
-        jnp.arange(batch_size + 1, dtype=jnp.int32) * width, jnp.array([batch_size], jnp.int32),
-        sm_scale=scaling, sliding_window=window, soft_cap=softcap,
-        num_kv_pages_per_block=max(1, min(_KV_BLOCK_TOKENS // pages.shape[1], table.shape[1])),
-        num_queries_per_block=min(_QUERY_BLOCK, batch_size * width),
-    )
+    # Mosaic refuses a float32 contraction of bfloat16 operands.
+    with jax.default_matmul_precision("highest" if query.dtype == jnp.float32 else "default"):
+        out = ragged_paged_attention(
+            tokens, pages, starts + width, table,
+            jnp.arange(batch_size + 1, dtype=jnp.int32) * width, jnp.array([batch_size], jnp.int32),
+            sm_scale=scaling, sliding_window=window, soft_cap=softcap,
+            num_kv_pages_per_block=max(1, min(_KV_BLOCK_TOKENS // pages.shape[1], table.shape[1])),
+            num_queries_per_block=min(_QUERY_BLOCK, batch_size * width),
+        )
     return out.reshape(batch_size, width, heads, dim)
 
 

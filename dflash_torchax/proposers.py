@@ -101,10 +101,15 @@ class DFlash:
         self.run = bridge.functionalize(draft, target.run.platform)
         self.params = reshard(params or bridge.params_of(draft, dtype=target.dtype), target.placement, config.backbone)
 
-    def create_cache(self, batch_size, slots):
+    @property
+    def layout(self):
+        """Per layer what `StaticKV.create` takes."""
         backbone = self.config.backbone
         head = (backbone.num_key_value_heads, backbone.head_dim)
-        return StaticKV.create([(head, head, self.target.dtype)] * backbone.num_hidden_layers, batch_size, slots, self.target.placement)
+        return ((head, head, self.target.dtype),) * backbone.num_hidden_layers
+
+    def create_cache(self, batch_size, slots):
+        return StaticKV.create(self.layout, batch_size, slots, self.target.placement)
 
     def inject(self, params, cache, feature, starts, positions):
         with jax.named_scope("inject_context"):

@@ -5,6 +5,7 @@ Weights and activations are partitioned by XLA from these placements. Cache writ
 """
 
 import dataclasses
+import functools
 import logging
 import math
 import re
@@ -121,11 +122,16 @@ def parameter_dims(name, shape, placement, config):
         if even is not None and _PER_HEAD.search(name):
             even = placement.split(_kv_heads(config))
         if even is None:
-            logger.warning("%s: shape %s (%d kv heads) does not divide over %d devices; it is replicated",
-                           name, tuple(shape), _kv_heads(config), placement.num_model)
+            _warn_replicated(re.sub(r"\.\d+\.", ".*.", name), tuple(shape), _kv_heads(config), placement.num_model)
         dims[axis] = even
         return tuple(dims)
     return (None,) * len(shape)
+
+
+@functools.cache  # once for all layers
+def _warn_replicated(name, shape, kv_heads, num_devices):
+    logger.warning("%s: shape %s with %d kv heads does not divide over %d devices; it is replicated on each",
+                   name, shape, kv_heads, num_devices)
 
 
 def _kv_heads(config):

@@ -84,6 +84,9 @@ class Target:
 
         with jax.named_scope("target"), attention.lending(view):
             hidden, feature = self.run(params, body, ids, positions)
+        # Fixed here, or XLA would split the residual stream the way the draft's projection reads it.
+        hidden = self.placement.constrain(hidden, "data", None, None)
+        feature = None if feature is None else self.placement.constrain(feature, "data", None, None)
         return TargetOutput(hidden, feature, view.cache)
 
     def head(self, params, hidden):

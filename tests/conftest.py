@@ -17,3 +17,6 @@ def smollm2():
     from dflash_torchax import load_embedded
 
     return load_embedded()
+
+
+from .training_cases import trained_on  # noqa: E402, F401 (a fixture)

@@ -117,12 +117,9 @@ class Conversation:
 
     def reply(self, text):
         """Yield (new ids, how many of them the draft proposed) per committed block; the turn counts once it was ended or closed."""
-        from ..generate import cache_field
-
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = pair.encode(self.loaded.tokenizer, messages)
-        known = {} if self.cache is None else {cache_field(): self.cache}
-        call = self.loaded.model.generate.prepare(ids, return_dict_in_generate=True, **known, **self.options)
+        call = self.loaded.model.generate.prepare(ids, return_dict_in_generate=True, cache=self.cache, **self.options)
         answer, start = [], time.perf_counter()
         try:
             for (new,), (accepted,) in call.blocks():

@@ -1,0 +1,177 @@
+"""`dflash-torchax train`: a draft for any target, from prompts to a checkpoint, resumable at every stage."""
+
+import argparse
+import sys
+import time
+
+STAGES = ("generate", "train", "export")
+
+
+def add_parser(subparsers):
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "train", help="train a DFlash or EAGLE-3 draft for a target",
+        description="Generate the target's own continuations of prompts, train a draft on them, export it. "
+                    "Run the same command again to resume.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--target", required=True, help="folder or repo id of the target, or 'embedded'")
+    parser.add_argument("--out", required=True, help="folder of the run")
+    parser.add_argument("--prompts", action="append", default=[], metavar="PATH[,task=NAME][,share=S][,hold_out=N][,field=KEY]",
+                        help="JSONL file or hf:owner/name[:split]; repeat to mix several")
+    parser.add_argument("--synthesise", type=int, default=0, metavar="N", help="let the target write N prompts itself")
+    parser.add_argument("--method", choices=("dflash", "eagle3"), default="dflash")
+    parser.add_argument("--stage", action="append", choices=STAGES, help="stages to run; all of them by default")
+    parser.add_argument("--minutes", type=float, help="stop after that long, at the next shard or step")
+    parser.add_argument("--seed", type=int, default=0)
+    _add_corpus(parser.add_argument_group("corpus"))
+    _add_draft(parser.add_argument_group("draft"))
+    _add_training(parser.add_argument_group("training"))
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_corpus(group):
+    group.add_argument("--sequences", type=int, help="prompts to continue at most; all by default")
+    group.add_argument("--held-out", type=int, default=64, help="held-out prompts per source at most (see hold_out of --prompts)")
+    group.add_argument("--max-new-tokens", type=int, default=128)
+    group.add_argument("--max-prompt-tokens", type=int, default=512)
+    group.add_argument("--generate-batch", type=int, default=32, help="rows per batch of generation")
+    group.add_argument("--format", choices=("safetensors", "jsonl"), default="safetensors", help="of the shards")
+
+
+def _add_draft(group):
+    group.add_argument("--init", help="draft to start from; by default a new one initialised from the target's last layers")
+    group.add_argument("--block-size", type=int, default=8, help="anchor and drafted tokens")
+    group.add_argument("--layers", type=int, default=2, help="depth of a new DFlash draft")
+    group.add_argument("--taps", type=int, nargs="+", help="target layers to read, 0-based")
+    group.add_argument("--mask-token-id", type=int, help="fills a DFlash block; the tokenizer's last special token by default")
+    group.add_argument("--draft-vocabulary", type=int, default=4096, help="rows of an EAGLE-3 head")
+
+
+def _add_training(group):
+    group.add_argument("--epochs", type=float, default=6.0)
+    group.add_argument("--steps", type=int, help="optimizer steps; overrides --epochs")
+    group.add_argument("--batch-size", type=int, default=8, help="sequences per step")
+    group.add_argument("--anchors", type=int, default=32, help="blocks per sequence and step")
+    group.add_argument("--learning-rate", type=float, default=6e-4)
+    group.add_argument("--gamma", type=float, help="decay of the position weights; the paper's for the block size by default")
+    group.add_argument("--tokens-weight", type=float, default=1.0, help="cross-entropy on the target's tokens")
+    group.add_argument("--distillation-weight", type=float, default=0.0, help="cross-entropy on the target's distribution")
+    group.add_argument("--regression-weight", type=float, default=0.0, help="distance to the target's final hidden state (DFlash)")
+    group.add_argument("--whole-vocabulary", action="store_true", help="train on all logits, not only those of ids in the corpus")
+    group.add_argument("--recompute-taps", action="store_true", help="run the target at every step, keep no hidden states")
+    group.add_argument("--compute-dtype", choices=("float32", "bfloat16"), default="float32")
+    group.add_argument("--devices", type=int, help="devices to split batches over")
+    group.add_argument("--evaluate-every", type=int, default=100)
+    group.add_argument("--save-every", type=int, default=100)
+    group.add_argument("--patience", type=int, help="evaluations without a better held-out tau before stopping")
+
+
+def run(args):
+    """Run the stages asked for; returns the exit code."""
+    from ..training import run as training
+
+    stages, began = args.stage or STAGES, time.monotonic()
+    stop = lambda: args.minutes is not None and time.monotonic() - began > 60 * args.minutes
+    model, tokenizer = _load_target(args.target)
+    draft = _draft(args, model, tokenizer) if args.method == "dflash" or args.init else None
+    layers = () if args.recompute_taps else _layers(args, draft, model)
+    if "generate" in stages:
+        _generate(args, model, tokenizer, layers, stop)
+    if draft is None and {"train", "export"} & set(stages):
+        draft = _new_eagle3(args, model)
+    trainer = None
+    if "train" in stages and not stop():
+        trainer = _trainer(args, model, draft)
+        record = trainer.fit(stop=stop)
+        print(f"step {record.step} of {trainer.schedule.steps}, best held-out tau {record.best_tau:.3f}, "
+              f"{record.seconds / 60:.1f} min")
+    if "export" in stages:
+        trainer = trainer or _trainer(args, model, draft)
+        print(f"exported to {training.export(draft, trainer)}")
+    return 0
+
+
+def _load_target(name):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if name == "embedded":
+        from ..embedded import embedded_target_folder
+
+        name = embedded_target_folder()
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), AutoTokenizer.from_pretrained(name)
+
+
+def _draft(args, model, tokenizer):
+    """The DFlash draft (new or loaded), or a loaded EAGLE-3 one."""
+    from ..loading import load_draft
+    from ..training.initial import new_dflash
+
+    if args.init:
+        return load_draft(args.init)
+    mask = args.mask_token_id
+    if mask is None:
+        rows = model.get_input_embeddings().weight.shape[0]
+        mask = max((i for i in tokenizer.all_special_ids if i < rows), default=rows - 1)
+        print(f"mask token: {mask} ({tokenizer.convert_ids_to_tokens(mask)})", file=sys.stderr)
+    return new_dflash(model, block_size=args.block_size, mask_token_id=mask, layers=args.layers, taps=args.taps, seed=args.seed)
+
+
+def _new_eagle3(args, model):
+    from ..training import vocabulary
+    from ..training.initial import new_eagle3
+    from ..training.run import occurring
+
+    sequences, vocab_size = occurring(args.out, model)
+    ids = vocabulary.frequent_ids(sequences, vocab_size, min(args.draft_vocabulary, vocab_size))
+    return new_eagle3(model, block_size=args.block_size, vocabulary=ids, taps=args.taps, seed=args.seed)
+
+
+def _layers(args, draft, model):
+    from ..eagle3_model import usual_taps
+    from ..training.run import layers_of
+
+    if draft is not None:
+        return layers_of(draft, model)
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    return (*(args.taps or usual_taps(depth)), depth - 1)
+
+
+def _generate(args, model, tokenizer, layers, stop):
+    from tqdm import tqdm
+
+    from ..training import run as training
+    from ..training.prompts import PromptSource, synthesise
+
+    sources = [PromptSource.parse(text) for text in args.prompts]
+    if args.synthesise:
+        sources.append(synthesise(model, tokenizer, args.synthesise, args.out, seed=args.seed))
+    if not sources:
+        raise ValueError("--prompts: none given; name a JSONL file or hf:owner/name, or use --synthesise N.")
+    options = training.CorpusOptions(args.sequences, args.held_out, args.max_new_tokens, args.max_prompt_tokens,
+                                     args.generate_batch, args.format, args.seed)
+    with tqdm(unit="token", desc="generate", dynamic_ncols=True) as bar:
+        def on_shard(done, total, tokens):
+            bar.set_postfix({"shard": f"{done}/{total}"}, refresh=False)
+            bar.update(tokens)
+
+        training.generate_corpora(model, tokenizer, sources, args.out, options, layers=layers, target=args.target,
+                                  on_shard=on_shard, stop=stop)
+
+
+def _trainer(args, model, draft):
+    from ..training import run as training
+    from ..training.losses import LossWeights
+    from ..training.trainer import Schedule
+
+    count = len(training.occurring(args.out, model)[0])
+    schedule = Schedule(
+        steps=args.steps or max(1, round(args.epochs * count / args.batch_size)), batch_size=args.batch_size,
+        learning_rate=args.learning_rate, seed=args.seed, evaluate_every=args.evaluate_every, save_every=args.save_every,
+        patience=args.patience)
+    losses = LossWeights(args.tokens_weight, args.distillation_weight, args.regression_weight)
+    options = training.LearnOptions(args.anchors, args.gamma, losses, not args.whole_vocabulary, not args.recompute_taps,
+                                    args.compute_dtype, args.devices)
+    return training.make_trainer(model, draft, args.out, schedule, options, name=args.method,
+                                 on_shard=lambda file: print(f"hidden states of {file.name}", file=sys.stderr))

@@ -1,0 +1,87 @@
+"""What every learner shares: its batch, its recipe, what it reads without training it, and where its blocks stand.
+
+A learner has `params` (trained, float32), `buffers`, `taps`, `block_size` and
+`outcome(params, frozen, batch, anchors, exists) -> Outcome`.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .losses import LossWeights
+
+
+class Batch(NamedTuple):
+    """Sequences to learn from: ids int32 [rows, width] right-padded, prompt_lengths and lengths int32 [rows], features
+    [rows, width, layers * hidden] (the draft's taps, then the target's final hidden state)."""
+
+    ids: object
+    prompt_lengths: object
+    lengths: object
+    features: object
+
+
+class Outcome(NamedTuple):
+    """What a learner makes of a batch: the loss, its terms, drafted tokens accepted at each anchor int32 [rows, anchors],
+    and which anchors exist bool [rows, anchors]."""
+
+    loss: object
+    terms: dict
+    accepted: object
+    exists: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a learner looks at a sequence. Static.
+
+    Fields:
+        anchors: random anchors per sequence and step.
+        gamma: decay of the position weights.
+        losses: `LossWeights`.
+        compute_dtype: dtype of the draft's forward; its parameters are kept in float32.
+    """
+
+    anchors: int
+    gamma: float
+    losses: LossWeights
+    compute_dtype: object = jnp.float32
+
+
+class Frozen(NamedTuple):
+    """What a learner reads and does not train: the target's parameters, the parameters its head runs on (all rows or the
+    active ones), the column of each id among those rows (None: all), the draft's buffers."""
+
+    target: dict
+    head: dict
+    columns: object
+    buffers: dict
+
+
+def sample_anchors(key, batch, count):
+    """Random distinct anchors of each row's continuation: (int32 [rows, count], bool [rows, count] which exist).
+
+    An anchor is a generated token with at least one more behind it.
+    """
+    slot = jnp.arange(batch.ids.shape[1], dtype=jnp.int32)
+    allowed = (slot >= batch.prompt_lengths[:, None]) & (slot < batch.lengths[:, None] - 1)
+    scores = jnp.where(allowed, jax.random.uniform(key, allowed.shape), -1.0)
+    scores, anchors = jax.lax.top_k(scores, count)
+    return anchors.astype(jnp.int32), scores >= 0
+
+
+def spread_anchors(batch, count):
+    """The same for evaluation: anchors evenly spread over each continuation, no randomness."""
+    first, number = batch.prompt_lengths[:, None], jnp.maximum(batch.lengths - 1 - batch.prompt_lengths, 0)[:, None]
+    index = jnp.arange(count, dtype=jnp.int32)[None]
+    anchors = first + jnp.where(number > count, (index * number) // count, index)
+    return jnp.minimum(anchors, batch.ids.shape[1] - 1), index < number
+
+
+def take(values, positions):
+    """values [rows, width, ...] at positions [rows, ...] along the width; positions beyond it read the last slot."""
+    flat = jnp.minimum(positions, values.shape[1] - 1).reshape(positions.shape[0], -1)
+    index = flat.reshape(*flat.shape, *[1] * (values.ndim - 2))
+    return jnp.take_along_axis(values, index, axis=1).reshape(*positions.shape, *values.shape[2:])

@@ -1,0 +1,163 @@
+"""A whole training run in one folder: corpus, held-out corpus, one folder per method, the exported draft.
+
+Every stage looks at what the folder holds and does what is missing, so a killed run is started again with the same call.
+"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ..target import Target
+from . import corpus, prompts, vocabulary
+from .blocks import DFlashLearner
+from .chains import Eagle3Learner
+from .dataset import Dataset
+from .export import export_dflash, export_eagle3
+from .learner import Recipe
+from .losses import LossWeights, default_gamma
+from .taps import TapReader, compute_missing, target_params_of
+from .trainer import Trainer
+
+CORPUS, HELD_OUT, DRAFT = "corpus", "held-out", "draft"
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusOptions:
+    """How the corpora are generated.
+
+    Fields:
+        sequences: prompts to continue at most; None takes all.
+        held_out: held-out prompts per source at most.
+        max_new_tokens, max_prompt_tokens: longest continuation, and longest prompt taken.
+        batch_size: rows per batch.
+        shard_format: "safetensors" or "jsonl".
+        seed: of the mix.
+    """
+
+    sequences: int | None = None
+    held_out: int = 64
+    max_new_tokens: int = 128
+    max_prompt_tokens: int = 512
+    batch_size: int = 32
+    shard_format: str = "safetensors"
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnOptions:
+    """How a draft is trained; `schedule` and `losses` say the rest.
+
+    Fields:
+        anchors: random anchors per sequence and step.
+        gamma: decay of the position weights; None takes the paper's for the block size.
+        active_vocabulary: train a DFlash draft on logits over the ids that occur in the corpus only.
+        cache_taps: keep the target's hidden states on disk (True) or recompute them at every step.
+        compute_dtype: dtype of the draft's forward, "float32" or "bfloat16".
+        devices: devices to split batches over; None uses one without a mesh.
+    """
+
+    anchors: int = 32
+    gamma: float | None = None
+    losses: LossWeights = LossWeights()
+    active_vocabulary: bool = True
+    cache_taps: bool = True
+    compute_dtype: str = "float32"
+    devices: int | None = None
+
+
+def generate_corpora(model, tokenizer, sources, folder, options=CorpusOptions(), *, layers=(), eos_ids=None, target="", **hooks):  # noqa: B008
+    """Generate `folder/corpus` and `folder/held-out`, or what is missing of them.
+
+    Args:
+        sources: list of `PromptSource`.
+        layers: layers whose hidden states are kept, `layers_of(draft, model)`; () keeps token ids only.
+        eos_ids: ids that end a continuation; None takes the model's generation config's.
+        hooks: on_shard, stop; see `corpus.generate`.
+    """
+    if eos_ids is None:
+        eos_ids = model.generation_config.eos_token_id
+        eos_ids = () if eos_ids is None else np.atleast_1d(eos_ids).tolist()
+    common = {"batch_size": options.batch_size, "max_new_tokens": options.max_new_tokens,
+              "max_prompt_tokens": options.max_prompt_tokens, "eos_ids": eos_ids, "target": target}
+    held_out = prompts.held_out(sources, options.held_out)
+    mixes = {HELD_OUT: held_out, CORPUS: prompts.mixed(sources, options.seed, options.sequences)}
+    for name, mix in mixes.items():
+        if mix:
+            plan = corpus.plan(mix, tokenizer, **common)
+            corpus.generate(model, plan, Path(folder) / name, layers=layers, shard_format=options.shard_format, **hooks)
+
+
+def layers_of(draft, model):
+    """Layers whose hidden states training this draft reads: its taps, then the last one."""
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    taps = draft.config.taps_for(depth) if is_eagle3(draft) else draft.config.target_layer_ids
+    return (*taps, depth - 1)
+
+
+def is_eagle3(draft):
+    """Whether `draft` is an `Eagle3DraftModel`."""
+    return hasattr(draft, "advance")
+
+
+def occurring(folder, model):
+    """Every continuation of the corpus: (list of `Sequence`, the target's vocabulary size)."""
+    sequences = [s for _, shard in corpus.read(Path(folder) / CORPUS) for s in shard]
+    return sequences, model.get_input_embeddings().weight.shape[0]
+
+
+def make_trainer(model, draft, folder, schedule, options=LearnOptions(), *, name=None, on_shard=None):  # noqa: B008
+    """A `Trainer` for `draft` on the corpora in `folder`, resuming what `folder/name` holds.
+
+    Args:
+        model: HF target.
+        draft: `DFlashDraftModel` or `Eagle3DraftModel`; its weights are where a new run starts.
+        schedule: `Schedule`.
+        name: subfolder of the run; None takes the method's.
+        on_shard: called after each shard whose hidden states were computed.
+    """
+    folder, layers = Path(folder), layers_of(draft, model)
+    target, params = Target(model, jax.default_backend()), target_params_of(model)
+    recipe = Recipe(options.anchors, options.gamma or default_gamma(draft.config.block_size), options.losses,
+                    jnp.dtype(options.compute_dtype))
+    learner = (Eagle3Learner if is_eagle3(draft) else DFlashLearner)(draft, target, recipe)
+    reader = TapReader(target, params, layers)
+    shards = {part: corpus.read(folder / part) for part in (CORPUS, HELD_OUT) if (folder / part).is_dir()}
+    longest = max(len(s.ids) for part in shards.values() for _, rows in part for s in rows)
+    width = -(-longest // 32) * 32
+    if options.cache_taps:
+        for part in shards.values():
+            compute_missing(part, reader, layers, width, schedule.batch_size, on_shard)
+    datasets = {part: Dataset(rows, layers=layers if options.cache_taps else None, width=width) for part, rows in shards.items()}
+    run = folder / (name or ("eagle3" if is_eagle3(draft) else "dflash"))
+    ids = _vocabulary(draft, datasets[CORPUS], target, run, options)
+    head = None if ids is None else (vocabulary.head_rows(target, params, ids), vocabulary.columns_of(ids, target.vocab_size))
+    mesh = None if options.devices is None else Mesh(np.array(jax.devices()[: options.devices]), ("data",))
+    return Trainer(learner, params, schedule, datasets[CORPUS], datasets.get(HELD_OUT), run, head=head, reader=reader, mesh=mesh)
+
+
+def export(draft, trainer, folder=None, *, card=None):
+    """Write the best parameters of a run as a checkpoint: `folder`, by default `draft` in the run's folder."""
+    write = export_eagle3 if is_eagle3(draft) else export_dflash
+    return write(draft, trainer.best_params(), folder or trainer.folder / DRAFT, card=card)
+
+
+def _vocabulary(draft, dataset, target, run, options):
+    """Ids the logits run over: an EAGLE-3 draft's own; a DFlash draft's active ones, fixed when its run began."""
+    if is_eagle3(draft):
+        return (np.arange(draft.config.draft_vocab_size) + draft.d2t.numpy()).astype(np.int32)
+    if not options.active_vocabulary:
+        return None
+    file = run / "vocabulary.json"
+    if not file.is_file():  # the corpus may grow between two starts, the columns of a run must not move
+        ids = vocabulary.occurring_ids(dataset.sequences, target.vocab_size)
+        run.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(".tmp")
+        scratch.write_text(json.dumps(ids.tolist()))
+        os.replace(scratch, file)
+    return np.array(json.loads(file.read_text()), np.int32)

@@ -1,0 +1,41 @@
+"""Logits over the tokens that occur instead of over the whole vocabulary: most of a small draft's training time."""
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def occurring_ids(sequences, vocab_size, always=()):
+    """int32 [n], ascending: every id a continuation of the corpus holds, and `always`."""
+    seen = np.zeros(vocab_size, bool)
+    for sequence in sequences:
+        seen[sequence.ids[sequence.prompt_length :]] = True
+    seen[list(always)] = True
+    return np.flatnonzero(seen).astype(np.int32)
+
+
+def frequent_ids(sequences, vocab_size, count):
+    """int32 [count], ascending: the most frequent ids of the continuations (ties and unseen ids in id order)."""
+    counts = np.zeros(vocab_size, np.int64)
+    for sequence in sequences:
+        np.add.at(counts, sequence.ids[sequence.prompt_length :], 1)
+    return np.sort(np.argsort(-counts, kind="stable")[:count]).astype(np.int32)
+
+
+def columns_of(ids, vocab_size):
+    """int32 [vocab]: the column of each id among `ids`, -1 where it has none."""
+    columns = np.full(vocab_size, -1, np.int32)
+    columns[ids] = np.arange(len(ids), dtype=np.int32)
+    return columns
+
+
+def head_rows(target, params, ids):
+    """The target's parameters with its output embedding cut to `ids`.
+
+    `Target.head` and `Target.unembed` on the result give the logits of those ids only, in that order, through HF's own
+    code. Only the head may read the result: with tied weights its embedding is cut as well.
+    """
+    head = target.skeleton.get_output_embeddings()
+    owned = {id(tensor) for tensor in head.parameters()}
+    names = {target.run.aliases.get(name, name)
+             for name, tensor in target.skeleton.named_parameters(remove_duplicate=False) if id(tensor) in owned}
+    return {**params, **{name: jnp.take(params[name], jnp.asarray(ids), axis=0) for name in names}}
