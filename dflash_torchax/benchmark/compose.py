@@ -55,6 +55,8 @@ def make_methods(words, model, draft=None, draft_path=None, block_sizes=(), eagl
             raise ValueError(f"methods: {name} needs a DFlash draft of this target; give --draft, or leave {name} out.")
         if name == "eagle3" and eagle3 is None:
             raise ValueError("methods: eagle3 needs an EAGLE-3 checkpoint of the target; give --eagle3 PATH.")
+    if draft is not None and not hasattr(draft, "denoise"):
+        raise ValueError(f"draft: {draft_path} is no DFlash draft; give an EAGLE-3 checkpoint as --eagle3.")
     base = Engine(model) if any(name in _COMPILED for name, _ in asked) else None
     own = {"eagle3": load_eagle3(eagle3) if eagle3 else None, "dflash": draft}
     methods = []
@@ -68,8 +70,9 @@ def make_methods(words, model, draft=None, draft_path=None, block_sizes=(), eagl
                 engine = base if name == "ar" else _engine(base, own.get(name), size)
                 methods.append(Compiled(name, model, engine, None if name == "ar" else engine.block_size))
     labels = [method.label for method in methods]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"methods: {', '.join(sorted(x for x in set(labels) if labels.count(x) > 1))} named twice; name each once.")
+    twice = sorted(label for label in set(labels) if labels.count(label) > 1)
+    if twice:
+        raise ValueError(f"methods: {', '.join(twice)} named twice; name each once.")
     return methods
 
 
