@@ -1,5 +1,9 @@
 """From names on a command line to methods that can run, or a refusal that names the method and the reason."""
 
+import json
+
+from ..eagle3_model import is_eagle3
+from ..embedded import DRAFT_FOLDER
 from ..engine import Engine
 from ..loading import load_draft
 from .methods import HF, Compiled, ZLab
@@ -58,7 +62,7 @@ def make_methods(words, model, draft=None, draft_path=None, block_sizes=(), eagl
     if draft is not None and not hasattr(draft, "denoise"):
         raise ValueError(f"draft: {draft_path} is no DFlash draft; give an EAGLE-3 checkpoint as --eagle3.")
     base = Engine(model) if any(name in _COMPILED for name, _ in asked) else None
-    own = {"eagle3": load_eagle3(eagle3) if eagle3 else None, "dflash": draft}
+    own = {"eagle3": load_eagle3(eagle3) if "eagle3" in dict(asked) else None, "dflash": draft}
     methods = []
     for name, given in asked:
         for size in _sizes(name, given, block_sizes, draft):
@@ -101,6 +105,14 @@ def load_eagle3(path):
     if hasattr(draft, "denoise"):
         raise ValueError(f"eagle3: {path} is a DFlash draft; give an EAGLE-3 checkpoint, or leave eagle3 out.")
     return draft
+
+
+def shipped_eagle3():
+    """Folder of the EAGLE-3 draft that ships for the embedded target, or None."""
+    for file in sorted(DRAFT_FOLDER.parent.glob("*/config.json")):
+        if is_eagle3(json.loads(file.read_text(encoding="utf-8"))):
+            return str(file.parent)
+    return None
 
 
 def main_method(methods):
