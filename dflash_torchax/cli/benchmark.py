@@ -36,7 +36,9 @@ def add_parser(subparsers):
         description="Measure methods side by side: ms/token, speedup, tau, exactness, memory, compile time.",
     )
     pair.add_arguments(parser, block_size=False)
-    parser.add_argument("--eagle3", metavar="PATH_OR_REPO", help="EAGLE-3 checkpoint of the target")
+    parser.add_argument(
+        "--eagle3", metavar="PATH_OR_REPO", help="EAGLE-3 checkpoint of the target; default: the shipped one of the embedded target"
+    )
     what = parser.add_argument_group("what to measure")
     what.add_argument("--methods", type=words, metavar="NAMES", help="default: ar,dflash (ar alone without a draft)")
     what.add_argument("--datasets", type=words, default=[], metavar="NAMES", help="public prompt sets, see below")
@@ -87,8 +89,9 @@ def run(args):
     for name in names:
         compose.parse(name)
     loaded = pair.load(args, torch_weights=compose.needs_torch_weights(names))
+    eagle3 = args.eagle3 or (compose.shipped_eagle3() if args.target is None else None)
     with output.waiting("Preparing the methods ..."):
-        methods = compose.make_methods(names, loaded.model, loaded.draft, loaded.draft_path, args.block_sizes, args.eagle3)
+        methods = compose.make_methods(names, loaded.model, loaded.draft, loaded.draft_path, args.block_sizes, eagle3)
     document = measure(args, loaded, methods, sets)
     _deliver(args, document)
     return output.EXIT_OK
