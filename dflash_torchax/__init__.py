@@ -23,6 +23,7 @@ _EXPORTS = {
     "load_target": "loading",
     "load_embedded": "embedded",
     "DFlashConfig": "config",
+    "PagedCache": "cache_factory",
     "DFlashDraftModel": "draft_model",
     "DecodeStats": "state",
 }

@@ -130,8 +130,17 @@ def _refuse_own_positions(model_kwargs):
         raise NotImplementedError("position_ids: only positions 0, 1, 2, ... of the unmasked tokens are supported; leave it out.")
 
 
+def support_summary():
+    """The README's table, as Markdown lines: every argument by how it is served."""
+    lines = ["| served | arguments of `GenerationConfig` and `generate()` |", "| --- | --- |"]
+    for kind in ("supported", "host path", "refused"):
+        names = sorted(name for name, argument in {**CONFIG, **CALL}.items() if argument.kind == kind)
+        lines.append(f"| {kind} | {', '.join(f'`{name}`' for name in names)} |")
+    return lines
+
+
 def support_table():
-    """The README's table, as Markdown lines."""
+    """The full table of docs/arguments.md, with notes, as Markdown lines."""
     lines = ["| argument | served | note |", "| --- | --- | --- |"]
     for name, argument in sorted({**CONFIG, **CALL}.items(), key=lambda item: (item[1].kind != "supported", item[1].kind, item[0])):
         lines.append(f"| `{name}` | {argument.kind} | {argument.note} |")

@@ -114,6 +114,10 @@ class StaticKV(KVCache):
         """Nothing to do: a row's slots are its own to the end."""
         return self
 
+    def trim(self, ends):
+        """Nothing to do: what lies behind `ends` is overwritten when it is needed."""
+        return self
+
     def grow(self, slots):
         """The same history in `slots` slots, when there are fewer."""
         extra = max(slots - self.keys[0].shape[2], 0)

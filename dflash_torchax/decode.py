@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .attention import AttentionView
 from .cache import grown, write_rows
-from .paged import StaticCache
+from .cache_factory import StaticCache
 from .proposers import Proposer
 from .sampling import Rules, accept, choose, prefix_of
 from .state import DecodeState
@@ -68,6 +68,7 @@ class Decoder:
             width: static; at least max(lengths - known) new tokens are read.
         """
         target_cache, draft_cache = (grown(cache, slots) for cache in caches)
+        target_cache = target_cache.trim(known)
         state = DecodeState.create(prompt, lengths, limits, eos_ids, rules, slots, target_cache, draft_cache, keep_cache=True)
         return self._read_rest(params, state, known, width)
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import bridge
+from .cache_factory import cache_for
 from .decode import Decoder, Params
 from .eagle3 import Eagle3
 from .loading import PARAMS_ATTRIBUTE
-from .paged import cache_for
 from .proposers import Autoregressive, DFlash
 from .sampling import Rules, Verdict
 from .session import GenerationCache
@@ -74,7 +74,7 @@ class Engine:
         draft: `DFlashDraftModel`, any `proposers.Proposer`, or None for plain decoding.
         block_size: at most the draft's; None takes it.
         max_length: longest prompt + output to provide for; None sizes the caches by request.
-        cache: the target's, "auto", "paged", "static" or a `paged.PagedCache`.
+        cache: the target's, "auto", "paged", "static" or a `PagedCache`.
         mesh: `jax.sharding.Mesh` to run on, or None for one device.
         draft_sampling: "greedy" or "probabilistic", see `sampling.Rules`.
 

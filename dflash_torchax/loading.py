@@ -15,6 +15,7 @@ from .config import DFlashConfig
 from .draft_model import DFlashDraftModel
 from .eagle3 import read_eagle3
 from .eagle3_model import is_eagle3
+from .sharding import place_on
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,14 @@ def load_draft(path_or_repo, *, dtype=None, revision=None):
     return draft.eval()
 
 
-def load_target(path_or_repo, *, dtype=None, place=None, revision=None):
+def load_target(path_or_repo, *, dtype=None, place=None, mesh=None, revision=None):
     """Load an HF causal language model straight into JAX arrays; no second copy of the weights stays on the host.
 
     Args:
         path_or_repo: folder with config.json and safetensors, or a Hugging Face repo id.
         dtype: torch dtype; None takes the config's.
-        place: function (name, numpy array) -> JAX array, e.g. to shard; None puts on the default device.
+        place: function (name, numpy array) -> JAX array, to put each tensor where it belongs; None puts on the default device.
+        mesh: `jax.sharding.Mesh`, short for `place=sharding.place_on(mesh, config)`: each tensor goes to the mesh in parts.
         revision: repo revision.
 
     Returns:
@@ -71,6 +73,7 @@ def load_target(path_or_repo, *, dtype=None, place=None, revision=None):
     _file(folder, "config.json")
     config = AutoConfig.from_pretrained(folder)
     dtype = dtype or config.dtype or torch.float32
+    place = place_on(mesh, config) if mesh is not None and place is None else place
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.tie_weights()

@@ -5,22 +5,20 @@ attention kernel that ships in jax reads the pages; elsewhere they are gathered 
 """
 
 import dataclasses
-import logging
 
 import jax
 import jax.numpy as jnp
 
 from .attention import attend
-from .cache import KVCache, StaticKV, replaced
+from .cache import KVCache, replaced
 from .sharding import Placement
-
-logger = logging.getLogger(__name__)
 
 # Up to this many pages are written one by one, in place; more go through one scatter.
 _UNROLLED_PAGES = 8
-# Keys and queries per inner block of the Pallas kernel: double-buffered K/V and the accumulators stay far below VMEM.
+# Keys and queries per inner block of the Pallas kernel, and the VMEM it may take: a quarter of the smallest chip's.
 _KV_BLOCK_TOKENS = 512
-_QUERY_BLOCK = 64
+_QUERY_BLOCK = 32
+_KERNEL_VMEM = 32 << 20
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +36,7 @@ class PagedKV(KVCache):
         free: int32 [groups * pool], per group a stack of free pages.
         num_free: int32 [groups], height of each stack.
         kernel: read pages with the Pallas TPU kernel.
+        fixed: the pool keeps its size when rows get longer (the user chose it).
     """
 
     pages: tuple[jax.Array, ...]
@@ -46,12 +45,13 @@ class PagedKV(KVCache):
     free: jax.Array
     num_free: jax.Array
     kernel: bool = dataclasses.field(default=False, metadata={"static": True})
+    fixed: bool = dataclasses.field(default=False, metadata={"static": True})
     placement: Placement = dataclasses.field(default=Placement(), metadata={"static": True})
 
     index_dims = ("data", None)
 
     @classmethod
-    def create(cls, layout, batch_size, pages_per_row, page_size, num_pages, kernel=False, placement=Placement()):  # noqa: B008
+    def create(cls, layout, batch_size, pages_per_row, page_size, num_pages, kernel=False, fixed=False, placement=Placement()):  # noqa: B008
         """An empty cache.
 
         Args:
@@ -67,7 +67,9 @@ class PagedKV(KVCache):
 
         def pool(key, value, dtype):
             if key != value:
-                raise ValueError(f"cache: 'paged' needs keys and values of one shape, this model has {key} and {value}; use cache='static'.")
+                raise ValueError(
+                    f"cache: 'paged' needs keys and values of one shape, this model has {key} and {value}; use cache='static'."
+                )
             array = jnp.zeros((groups * num_pages, page_size, 2 * key[0], key[1]), dtype)
             return placement.constrain(array, "data", None, placement.split(key[0]), None)
 
@@ -79,6 +81,7 @@ class PagedKV(KVCache):
             free=numbers,
             num_free=jnp.full((groups,), num_pages - 1, jnp.int32),
             kernel=kernel,
+            fixed=fixed,
             placement=placement,
         )
 
@@ -89,25 +92,44 @@ class PagedKV(KVCache):
     def reserve(self, ends):
         """Give each row pages for its slots `< ends[b]` (int32 [batch]); a row that has them keeps what it has.
 
-        A pool that runs dry hands out page 0: the caller sizes it beforehand (`PagedCache.check_room`).
+        A pool that runs dry hands out page 0: the caller sizes it beforehand (`cache_factory.PagedCache.check_room`).
         """
         row = ("data",)
-        run = self.placement.map(
-            self._take, (("data", None), row, row, row, row), [("data", None), row, row]
-        )
+        run = self.placement.map(self._take, (("data", None), row, row, row, row), [("data", None), row, row])
         with jax.named_scope("reserve_pages"):
             table, held, num_free = run(self.table, self.held, self.free, self.num_free, ends)
         return dataclasses.replace(self, table=table, held=held, num_free=num_free)
 
     def release(self, rows):
         """Take back all pages of the rows where `rows` (bool [batch]) is true."""
+        return self.trim(jnp.where(rows, 0, self.table.shape[1] * self.page_size))
+
+    def trim(self, ends):
+        """Take back the pages that hold only slots `>= ends[b]` (int32 [batch])."""
         row = ("data",)
-        run = self.placement.map(
-            _give_back, (("data", None), row, row, row, row), [("data", None), row, row, row]
-        )
+        kept = (ends + self.page_size - 1) // self.page_size
+        run = self.placement.map(_give_back, (("data", None), row, row, row, row), [("data", None), row, row, row])
         with jax.named_scope("release_pages"):
-            table, held, free, num_free = run(self.table, self.held, self.free, self.num_free, rows)
+            table, held, free, num_free = run(self.table, self.held, self.free, self.num_free, kept)
         return dataclasses.replace(self, table=table, held=held, free=free, num_free=num_free)
+
+    def grow(self, slots):
+        """The same history with room for `slots` slots a row; a pool of fixed size keeps its pages."""
+        columns = max(-(-slots // self.page_size) - self.table.shape[1], 0)
+        extra = 0 if self.fixed else columns * self.table.shape[0] // self.placement.num_data
+        table = jnp.pad(self.table, ((0, 0), (0, columns)))
+        if not extra:
+            return dataclasses.replace(self, table=table)
+
+        def more(pages, free, num_free):
+            fresh = jnp.arange(free.shape[0], free.shape[0] + extra, dtype=jnp.int32)
+            free = jax.lax.dynamic_update_slice(jnp.pad(free, (0, extra)), fresh, num_free)
+            return [tuple(jnp.pad(pool, ((0, extra), (0, 0), (0, 0), (0, 0))) for pool in pages), free, num_free + extra]
+
+        dims = self.dims()
+        specs = [dims.pages, dims.free, dims.num_free]
+        pages, free, num_free = self.placement.map(more, tuple(specs), specs)(self.pages, self.free, self.num_free)
+        return dataclasses.replace(self, pages=pages, table=table, free=free, num_free=num_free)
 
     def read(self, layer):
         """All slots of a layer, gathered: (keys, values) of [batch, kv_heads, slots, head_dim]. Without a mesh."""
@@ -144,18 +166,32 @@ class PagedKV(KVCache):
         numbers = jnp.take_along_axis(table, jnp.minimum(first[:, None] + jnp.arange(touched), table.shape[1] - 1), axis=1)
         # Past the table's end the last page would be touched twice: those writes go to page 0.
         numbers = jnp.where(first[:, None] + jnp.arange(touched) < table.shape[1], numbers, 0)
-        fresh = jnp.stack([key, value], axis=2).transpose(0, 3, 1, 2, 4).reshape(batch_size, width, 2 * heads, dim).astype(pages.dtype)
+        fresh = (
+            jnp.stack([key, value], axis=2).transpose(0, 3, 1, 2, 4).reshape(batch_size, width, 2 * heads, dim).astype(pages.dtype)
+        )
         offsets = starts - first * page_size
         if batch_size * touched <= _UNROLLED_PAGES:
             return _write_one_by_one(pages, numbers, fresh, offsets)
         return _write_at_once(pages, numbers, fresh, offsets)
 
-    def attend_part(self, pages, table, query, positions, last_visible, *, scaling, window=None, softcap=None, sinks=None, symmetric=False):
+    def attend_part(
+        self, pages, table, query, positions, last_visible, *, scaling, window=None, softcap=None, sinks=None, symmetric=False
+    ):
         if self.kernel and sinks is None and last_visible is None:
             return _kernel_attention(pages, table, query, positions[:, 0], scaling, window, softcap)
         keys, values = _gathered(pages, table)
-        return attend(query, keys, values, positions, last_visible,
-                      scaling=scaling, window=window, softcap=softcap, sinks=sinks, symmetric=symmetric)
+        return attend(
+            query,
+            keys,
+            values,
+            positions,
+            last_visible,
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            symmetric=symmetric,
+        )
 
     def _take(self, table, held, free, num_free, ends):
         page_size, pages_per_row = self.page_size, table.shape[1]
@@ -169,17 +205,19 @@ class PagedKV(KVCache):
         return [jnp.where(taking, page, table), held + need, num_free - need.sum()]
 
 
-def _give_back(table, held, free, num_free, rows):
-    count = jnp.where(rows, held, 0)
+def _give_back(table, held, free, num_free, kept):
+    kept = jnp.minimum(kept, held)
+    count = held - kept
     above = num_free[0] + jnp.cumsum(count) - count
-    column = jnp.arange(table.shape[1], dtype=jnp.int32)
-    entry = jnp.where(column < count[:, None], above[:, None] + column, free.shape[0])
+    column = jnp.arange(table.shape[1], dtype=jnp.int32) - kept[:, None]
+    given = (column >= 0) & (column < count[:, None])
+    entry = jnp.where(given, above[:, None] + column, free.shape[0])
     free = free.at[entry].set(table, mode="drop")
-    return [jnp.where(rows[:, None], 0, table), jnp.where(rows, 0, held), free, num_free + count.sum()]
+    return [jnp.where(given, 0, table), kept, free, num_free + count.sum()]
 
 
 def _gathered(pages, table):
-    batch_size, (_, page_size, combined, dim) = table.shape[0], pages.shape
+    batch_size, (_, _, combined, dim) = table.shape[0], pages.shape
     slots = pages[table].reshape(batch_size, -1, combined // 2, 2, dim)
     slots = slots.transpose(3, 0, 2, 1, 4)
     return slots[0], slots[1]
@@ -217,105 +255,17 @@ def _kernel_attention(pages, table, query, starts, scaling, window, softcap):
     # Mosaic refuses a float32 contraction of bfloat16 operands.
     with jax.default_matmul_precision("highest" if query.dtype == jnp.float32 else "default"):
         out = ragged_paged_attention(
-            tokens, pages, starts + width, table,
-            jnp.arange(batch_size + 1, dtype=jnp.int32) * width, jnp.array([batch_size], jnp.int32),
-            sm_scale=scaling, sliding_window=window, soft_cap=softcap,
+            tokens,
+            pages,
+            starts + width,
+            table,
+            jnp.arange(batch_size + 1, dtype=jnp.int32) * width,
+            jnp.array([batch_size], jnp.int32),
+            sm_scale=scaling,
+            sliding_window=window,
+            soft_cap=softcap,
             num_kv_pages_per_block=max(1, min(_KV_BLOCK_TOKENS // pages.shape[1], table.shape[1])),
             num_queries_per_block=min(_QUERY_BLOCK, batch_size * width),
+            vmem_limit_bytes=_KERNEL_VMEM,
         )
     return out.reshape(batch_size, width, heads, dim)
-
-
-def kernel_refusal(layout, num_model=1):
-    """Why the Pallas kernel cannot serve a cache layout, or None; it needs TPU-tileable heads."""
-    for (kv_heads, key_dim), value, dtype in layout:
-        local = kv_heads // num_model if kv_heads % num_model == 0 else kv_heads
-        if value != (kv_heads, key_dim):
-            return f"keys of shape {(kv_heads, key_dim)} and values of {value}"
-        if key_dim % 128:
-            return f"head_dim {key_dim} is no multiple of 128"
-        rows = 2 * local // (4 // jnp.dtype(dtype).itemsize)
-        if rows not in (1, 2, 4) and rows % 8:
-            return f"{local} kv heads of {jnp.dtype(dtype).name} on a device cannot be tiled"
-    return None
-
-
-@dataclasses.dataclass(frozen=True)
-class StaticCache:
-    """Makes the target a `StaticKV` of the request's size."""
-
-    def create(self, target, batch_size, slots):
-        return StaticKV.create(target.layout, batch_size, slots, target.placement)
-
-    def check_room(self, limits, slots, num_data):
-        """Nothing to check: every row has its slots."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PagedCache:
-    """Makes the target a `PagedKV`.
-
-    Fields:
-        page_size: tokens per page.
-        num_pages: pages of the pool (of each data shard), one of them nobody's; None takes what the request needs.
-
-    Raises:
-        ValueError: a size is not a positive integer.
-    """
-
-    page_size: int = 32
-    num_pages: int | None = None
-
-    def __post_init__(self):
-        if not isinstance(self.page_size, int) or self.page_size < 1:
-            raise ValueError(f"page_size: {self.page_size!r}; give the tokens per page, an integer of at least 1 (16, 32 and 64 suit TPUs).")
-        if self.num_pages is not None and (not isinstance(self.num_pages, int) or self.num_pages < 2):
-            raise ValueError(f"num_pages: {self.num_pages!r}; give at least 2 (one page belongs to no row), or None to size by request.")
-
-    def create(self, target, batch_size, slots):
-        placement = target.placement
-        kernel = target.run.platform == "tpu" and kernel_refusal(target.layout, placement.num_model) is None
-        return PagedKV.create(target.layout, batch_size, self._pages_for(slots), self.page_size, self.pool(batch_size, slots, placement.num_data),
-                              kernel, placement)
-
-    def pool(self, batch_size, slots, num_data=1):
-        """Pages of one data shard's pool."""
-        return self.num_pages or batch_size // num_data * self._pages_for(slots) + 1
-
-    def check_room(self, limits, slots, num_data):
-        """Raise ValueError where rows growing to `limits` (host int [batch]) could need more pages than there are."""
-        have = self.pool(len(limits), slots, num_data) - 1
-        for shard in range(num_data):
-            rows = limits[shard * len(limits) // num_data : (shard + 1) * len(limits) // num_data]
-            need = sum(self._pages_for(limit) for limit in rows)
-            if need > have:
-                raise ValueError(
-                    f"num_pages: rows of up to {[int(n) for n in rows]} tokens can need {need} pages of {self.page_size} tokens, but the pool "
-                    f"has {have} (num_pages={self.num_pages}, one of them nobody's). Pass num_pages={need + 1} or more, lower "
-                    f"max_new_tokens, or send fewer rows at once."
-                )
-
-    def _pages_for(self, tokens):
-        return -(-int(tokens) // self.page_size)
-
-
-def cache_for(cache, target):
-    """The cache factory that `enable(cache=...)` names.
-
-    Raises:
-        ValueError, TypeError: not "auto", "paged", "static" or a `PagedCache`; or a cache this target cannot have.
-    """
-    refusal = kernel_refusal(target.layout, target.placement.num_model)
-    if cache == "auto":
-        if target.run.platform != "tpu":
-            return StaticCache()
-        if refusal is not None:
-            logger.info("cache: static, because the paged attention kernel cannot serve this model: %s", refusal)
-        return PagedCache() if refusal is None else StaticCache()
-    if cache == "static":
-        return StaticCache()
-    if cache == "paged" or isinstance(cache, PagedCache):
-        if any(key != value for key, value, _ in target.layout):
-            raise ValueError("cache: 'paged' needs keys and values of one shape in every layer; use cache='static' for this model.")
-        return PagedCache() if cache == "paged" else cache
-    raise ValueError(f"cache: {cache!r}; use 'auto', 'paged', 'static' or PagedCache(page_size=..., num_pages=...).")

@@ -52,7 +52,9 @@ class Placement:
         if mesh is None:
             return cls()
         if not isinstance(mesh, Mesh):
-            raise TypeError(f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}; make one with jax.make_mesh((n,), ('model',)).")
+            raise TypeError(
+                f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}; make one with jax.make_mesh((n,), ('model',))."
+            )
         data = tuple(name for name in mesh.axis_names if name in DATA_AXES)
         model = tuple(name for name in mesh.axis_names if name not in DATA_AXES)
         # Partitioning is left to XLA: HF code knows nothing of explicit shardings.
@@ -130,8 +132,13 @@ def parameter_dims(name, shape, placement, config):
 
 @functools.cache  # once for all layers
 def _warn_replicated(name, shape, kv_heads, num_devices):
-    logger.warning("%s: shape %s with %d kv heads does not divide over %d devices; it is replicated on each",
-                   name, shape, kv_heads, num_devices)
+    logger.warning(
+        "%s: shape %s with %d kv heads does not divide over %d devices; it is replicated on each",
+        name,
+        shape,
+        kv_heads,
+        num_devices,
+    )
 
 
 def _kv_heads(config):

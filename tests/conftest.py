@@ -20,3 +20,15 @@ def smollm2():
 
 
 from .training_cases import trained_on  # noqa: E402, F401 (a fixture)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """The exactness matrix is large: only its fast part runs in `make test`, all of it in `make test-slow`."""
+    for item in items:
+        is_fast = getattr(item.module, "is_fast", None)
+        if is_fast is not None:
+            params = dict(item.callspec.params)
+            case = {"test": item.originalname, "architecture": params.pop("case"), **params}
+            if not is_fast(**case):
+                item.add_marker(pytest.mark.slow)

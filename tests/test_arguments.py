@@ -31,8 +31,9 @@ def test_every_argument_of_generate_is_in_the_table():
 
 
 def test_the_documented_table_is_this_one():
-    text = Path(__file__).parents[1].joinpath("docs", "arguments.md").read_text()
-    assert "\n".join(arguments.support_table()) in text
+    root = Path(__file__).parents[1]
+    assert "\n".join(arguments.support_table()) in root.joinpath("docs", "arguments.md").read_text()
+    assert "\n".join(arguments.support_summary()) in root.joinpath("README.md").read_text()
 
 
 def test_refused_fields_are_refused(model):

@@ -27,7 +27,8 @@ def pair(tmp_path_factory):
     tokenizer.save_pretrained(target)
     module = random_draft(model)
     save_file(module.state_dict(), draft / "model.safetensors")
-    fields = {**module.config.backbone.to_dict(), "block_size": 8, "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2]}}
+    own = {"block_size": 8, "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2]}}
+    fields = {**module.config.backbone.to_dict(), **own}
     (draft / "config.json").write_text(json.dumps(fields, default=str))
     return str(target), str(draft)
 

@@ -38,13 +38,20 @@ def save_executable(compiled, args, kwargs, folder, name, devices):
 
 def signature(args, kwargs):
     """Hash of every shape and dtype that a program is specialised for, and of its static arguments."""
-    leaves = [(jax.tree_util.keystr(path), tuple(leaf.shape), str(leaf.dtype)) for path, leaf in jax.tree_util.tree_leaves_with_path(args)]
+    leaves = [
+        (jax.tree_util.keystr(path), tuple(leaf.shape), str(leaf.dtype)) for path, leaf in jax.tree_util.tree_leaves_with_path(args)
+    ]
     return hashlib.sha256(json.dumps([leaves, sorted(kwargs.items())]).encode()).hexdigest()[:16]
 
 
 def platform_facts(devices):
     """What has to match between the machine that compiled and the one that runs."""
-    facts = {"jax": jax.__version__, "platform": devices[0].platform, "device_kind": devices[0].device_kind, "num_devices": len(devices)}
+    facts = {
+        "jax": jax.__version__,
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "num_devices": len(devices),
+    }
     return {**facts, "libtpu": metadata.version("libtpu")} if devices[0].platform == "tpu" else facts
 
 
@@ -62,7 +69,9 @@ def use_executables(engine, folder):
     folder = Path(folder)
     files = sorted(folder.glob("*" + _SUFFIX))
     if not files:
-        raise FileNotFoundError(f"folder: {folder} holds no saved program (*{_SUFFIX}); make some with: dflash-torchax compile ... --save {folder}")
+        raise FileNotFoundError(
+            f"folder: {folder} holds no saved program (*{_SUFFIX}); make some with: dflash-torchax compile ... --save {folder}"
+        )
     placement = engine.decoder.target.placement
     devices = list(placement.mesh.devices.flat) if placement.mesh is not None else jax.devices()[:1]
     here = platform_facts(devices)
@@ -70,8 +79,10 @@ def use_executables(engine, folder):
         there = json.loads(file.with_suffix(".json").read_text())
         for key in there:
             if there[key] != here.get(key):
-                raise ValueError(f"folder: {file.name} was compiled for {key} {there[key]!r}, this machine has {here.get(key)!r}; "
-                                 f"compile again for it, or use the saved programs where they belong.")
+                raise ValueError(
+                    f"folder: {file.name} was compiled for {key} {there[key]!r}, this machine has {here.get(key)!r}; "
+                    f"compile again for it, or use the saved programs where they belong."
+                )
     engine.prefill = _Dispatch(engine.prefill, "prefill", folder, devices)
     engine.decode_loop = _Dispatch(engine.decode_loop, "decode_loop", folder, devices)
 
@@ -88,7 +99,10 @@ class _Dispatch:
         if key not in self.loaded:
             self.loaded[key] = self._load(key, args, kwargs)
         executable = self.loaded[key]
-        return self.function(*args, **kwargs) if executable is None else executable(*args)
+        if executable is None:
+            return self.function(*args, **kwargs)
+        # Small arrays come from the host on one device; what is in place already is not moved.
+        return executable(*jax.device_put(args, executable.input_shardings[0]))
 
     def _load(self, key, args, kwargs):
         path = self.folder / f"{self.name}-{key}{_SUFFIX}"

@@ -1,8 +1,8 @@
 """Builds the engine of a pair from configs alone, on abstract weights, and compiles its programs for a topology."""
 
 import dataclasses
-import functools
 import json
+import math
 import time
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..config import DFlashConfig
 from ..draft_model import DFlashDraftModel
-from ..engine import Engine
+from ..engine import _MIN_SLOTS, Engine, bucket, host_rules
 from ..sampling import greedy
 from .presets import PRESETS
 
@@ -39,7 +39,10 @@ def read_config(name, part):
     if path.is_file():
         return json.loads(path.read_text())
     if path.is_absolute() or str(name).count("/") != 1:
-        raise FileNotFoundError(f"config: {str(name)!r} is no preset ({', '.join(PRESETS)}), no config.json, no folder with one and no repo id like 'owner/name'.")
+        raise FileNotFoundError(
+            f"config: {str(name)!r} is no preset ({', '.join(PRESETS)}), no config.json, "
+            f"no folder with one and no repo id like 'owner/name'."
+        )
     return json.loads(Path(hf_hub_download(str(name), "config.json")).read_text())
 
 
@@ -67,21 +70,36 @@ def abstract_draft(fields, taps=None, num_layers=None):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes a program is compiled for: rows, context (prompt + output, tokens) and slots per block (None: the draft's)."""
+    """Sizes a program is compiled for.
+
+    Fields:
+        batch: rows.
+        context: prompt + output, tokens.
+        block_size: slots per block; None takes the draft's.
+        as_served: cache lengths as `enable(max_length=context)` makes them, for programs that are saved.
+    """
 
     batch: int = 1
     context: int = 2048
     block_size: int | None = None
+    as_served: bool = False
 
 
 @dataclasses.dataclass
 class Program:
-    """A compiled program: its name, tokens of a row it reads at once, the executable and seconds it took to compile."""
+    """A compiled program: its name, tokens of a row it reads at once, the executable and seconds it took to compile, and
+    what it was compiled for."""
 
     name: str
     width: int
     compiled: object
     seconds: float
+    args: tuple
+    kwargs: dict
+
+
+class CapacityError(ValueError):
+    """A program needs more HBM than a device has."""
 
 
 class Compiler:
@@ -93,22 +111,40 @@ class Compiler:
         mesh: of `topology.mesh_of`, or of real devices.
         shape: `Shape`.
         cache: as in `enable`.
+        options: XLA compiler options, a dict.
+
+    Raises:
+        ValueError: rows do not divide over the data axis; `CapacityError`: a program does not fit into HBM.
     """
 
     def __init__(self, target, draft, mesh, shape, cache="auto", options=None):
         if shape.batch % mesh.shape["data"]:
             raise ValueError(f"batch: {shape.batch} rows do not divide over {mesh.shape['data']} data shards; give a multiple.")
         self.mesh, self.shape, self.options = mesh, shape, options
-        build = functools.partial(Engine, target, mesh=mesh, cache=cache)
-        self.plain = build()
-        self.engine = build(draft, block_size=shape.block_size) if draft is not None else self.plain
+        self.plain = Engine(target, mesh=mesh, cache=cache)
+        self.engine = self.plain
+        if draft is not None:
+            shared = (self.plain.decoder.target, self.plain.params.target)
+            self.engine = Engine(None, draft, block_size=shape.block_size, mesh=mesh, cache=cache, _shared=shared)
 
     def prefill(self, width):
         """The prompt bucket of `width` tokens."""
         engine = self.engine
         batch = self.shape.batch
         prompt, row = self._ids(batch, width), self._ids(batch)
-        return self._compile(f"prefill {width}", width, engine.prefill, engine.params, prompt, row, row, self._ids(_EOS_IDS), slots=self.slots(engine))
+        return self._compile(
+            f"prefill {width}",
+            width,
+            engine.prefill,
+            engine.params,
+            prompt,
+            row,
+            row,
+            self._ids(_EOS_IDS),
+            self._rules(),
+            slots=self.slots(engine),
+            keep_cache=False,
+        )
 
     def plain_step(self):
         """One autoregressive step."""
@@ -128,24 +164,56 @@ class Compiler:
 
         engine = self.plain
         state = self.state(engine)
-        return self._compile(f"verify {width}", width, jax.jit(verify, donate_argnums=1), engine.params, state, self._ids(self.shape.batch, width - 1))
+        return self._compile(
+            f"verify {width}",
+            width,
+            jax.jit(verify, donate_argnums=1),
+            engine.params,
+            state,
+            self._ids(self.shape.batch, width - 1),
+        )
 
     def slots(self, engine):
-        """Slots per row: the context and one block, in whole tiles of 128."""
-        return -(-(self.shape.context + engine.block_size) // 128) * 128
+        """Slots per row: the context and one block, as the engine's power of two or, for estimates, in tiles of 128."""
+        slots = self.shape.context + engine.block_size
+        return bucket(slots, _MIN_SLOTS) if self.shape.as_served else -(-slots // 128) * 128
 
     def state(self, engine):
         """The abstract decode state, placed as the prefill leaves it."""
         row = self._ids(self.shape.batch)
         with self._meshed():
-            lowered = engine.prefill.trace(engine.params, self._ids(self.shape.batch, 32), row, row, self._ids(_EOS_IDS), slots=self.slots(engine))
+            traced = engine.prefill.trace(
+                engine.params,
+                self._ids(self.shape.batch, 32),
+                row,
+                row,
+                self._ids(_EOS_IDS),
+                self._rules(),
+                slots=self.slots(engine),
+                keep_cache=False,
+            )
         placement = engine.decoder.target.placement
-        shapes = jax.tree.map(lambda x: self._placed(placement, x.shape, x.dtype), lowered.out_info)
-        return dataclasses.replace(shapes, **{name: _cache_placed(getattr(shapes, name)) for name in ("target_cache", "draft_cache")})
+        shapes = jax.tree.map(lambda x: self._placed(placement, x.shape, x.dtype), traced.out_info)
+        return dataclasses.replace(
+            shapes, **{name: _cache_placed(getattr(shapes, name)) for name in ("target_cache", "draft_cache")}
+        )
+
+    def decode_loop(self):
+        """The loop of steps that `generate` runs."""
+        engine = self.engine
+        return self._compile("decode_loop", engine.block_size, engine.decode_loop, engine.params, self.state(engine))
+
+    def argument_bytes(self):
+        """Weights and caches of the DFlash step on one device, known without compiling."""
+        return sum(device_bytes(leaf) for leaf in jax.tree.leaves((self.engine.params, self.state(self.engine))))
 
     def _step(self, engine, name):
         step = jax.jit(engine.decoder.step, donate_argnums=1)
         return self._compile(name, engine.block_size, step, engine.params, self.state(engine))
+
+    def _rules(self):
+        placement = self.plain.decoder.target.placement
+        return jax.tree.map(lambda x: self._placed(placement, x.shape, x.dtype), host_rules(self.shape.batch))
 
     def _ids(self, *shape):
         return self._placed(self.plain.decoder.target.placement, shape, jnp.int32)
@@ -160,8 +228,19 @@ class Compiler:
     def _compile(self, name, width, function, *args, **kwargs):
         begin = time.perf_counter()
         with self._meshed():
-            compiled = function.lower(*args, **kwargs).compile(self.options)
-        return Program(name, width, compiled, time.perf_counter() - begin)
+            lowered = function.lower(*args, **kwargs)
+            try:
+                compiled = lowered.compile(self.options)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                raise CapacityError(f"{name}: {' '.join(str(error).split())[:500]}") from error
+        return Program(name, width, compiled, time.perf_counter() - begin, args, kwargs)
+
+
+def device_bytes(array):
+    """Bytes of a placed (abstract) array on one device."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def _cache_placed(cache):

@@ -72,10 +72,16 @@ def report_of(program, chip, context_bytes=0):
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     flops = float(cost.get("flops", 0.0))
     return Report(
-        name=program.name, width=program.width, compile_seconds=program.seconds,
-        argument_bytes=arguments, temporary_bytes=temporaries,
+        name=program.name,
+        width=program.width,
+        compile_seconds=program.seconds,
+        argument_bytes=arguments,
+        temporary_bytes=temporaries,
         total_bytes=arguments + temporaries + memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        flops=flops, bytes=float(cost.get("bytes accessed", 0.0)), kernel_calls=calls, kernel_ms=kernel_ms,
+        flops=flops,
+        bytes=float(cost.get("bytes accessed", 0.0)),
+        kernel_calls=calls,
+        kernel_ms=kernel_ms,
         estimated_ms=float(cost.get("optimal_seconds", 0.0)) * 1e3 + kernel_ms,
         roofline_ms=max(arguments / chip.bandwidth, flops / chip.flops) * 1e3,
         collectives=collectives_of(text),

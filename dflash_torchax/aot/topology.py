@@ -45,7 +45,9 @@ def chip_of(topology_name):
     """
     chip = CHIPS.get(str(topology_name).partition(":")[0])
     if chip is None or ":" not in str(topology_name):
-        raise ValueError(f"topology: {topology_name!r}; give chip:shape with a chip of {', '.join(CHIPS)}, e.g. {', '.join(EXAMPLES)}.")
+        raise ValueError(
+            f"topology: {topology_name!r}; give chip:shape with a chip of {', '.join(CHIPS)}, e.g. {', '.join(EXAMPLES)}."
+        )
     return chip
 
 
@@ -61,8 +63,13 @@ def devices_of(topology_name):
     from jax.experimental import topologies
 
     # No TPU is asked for its metadata, and another process's libtpu lock does not matter to a compiler.
-    settings = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": _ACCELERATOR[chip.name], "TPU_WORKER_HOSTNAMES": "localhost",
-                "TPU_WORKER_ID": "0", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    settings = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": _ACCELERATOR[chip.name],
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     jax.default_backend()  # the process's own backend first: the compiler must not become it
@@ -70,12 +77,14 @@ def devices_of(topology_name):
         with contextlib.redirect_stdout(io.StringIO()):
             return list(topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices)
     except Exception as error:
-        raise ValueError(f"topology: libtpu cannot make {topology_name!r}: {str(error).strip().splitlines()[0]}. "
-                         f"Shapes it knows are for instance {', '.join(EXAMPLES)}.") from error
+        raise ValueError(
+            f"topology: libtpu cannot make {topology_name!r}: {str(error).strip().splitlines()[0]}. "
+            f"Shapes it knows are for instance {', '.join(EXAMPLES)}."
+        ) from error
 
 
 def check_libtpu():
-    """Raise ImportError without libtpu, ValueError where its version is not the one this jax needs."""
+    """libtpu's version; ImportError without libtpu, ValueError where it is not the version this jax needs."""
     wanted = LIBTPU_FOR_JAX.get(jax.__version__)
     install = f"pip install libtpu=={wanted}" if wanted else f"pip install 'jax[tpu]=={jax.__version__}'"
     try:
@@ -84,6 +93,7 @@ def check_libtpu():
         raise ImportError(f"libtpu, which holds the TPU compiler, is not installed. Run: {install} (it needs no TPU).") from None
     if wanted is not None and have != wanted:
         raise ValueError(f"libtpu: version {have} is installed, but jax {jax.__version__} needs {wanted}. Run: {install}")
+    return have
 
 
 def mesh_of(topology_name, num_model=1, num_data=1):
@@ -95,5 +105,8 @@ def mesh_of(topology_name, num_model=1, num_data=1):
     devices = devices_of(topology_name)
     wanted = num_model * num_data
     if wanted < 1 or wanted > len(devices):
-        raise ValueError(f"tp: {num_model} x {num_data} chips asked for, but {topology_name} has {len(devices)}; lower tp or name a larger topology.")
+        raise ValueError(
+            f"tp: {num_model} x {num_data} chips asked for, but {topology_name} has {len(devices)}; "
+            f"lower tp or name a larger topology."
+        )
     return jax.sharding.Mesh(np.array(devices[:wanted]).reshape(num_data, num_model), ("data", "model"))
