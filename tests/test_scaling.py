@@ -100,11 +100,9 @@ def test_the_command_reads_a_benchmark_and_writes_json_and_plot(tmp_path, capsys
 
 def test_cost_tables_from_text_and_files(tmp_path):
     assert scaling.parse_cost("8=47,1=25.5") == {1: 25.5, 8: 47.0}
-    for document in (
-        {"1": 2, "4": 3.5},
-        {"ms_by_width": {"1": 2, "4": 3.5}},
-        {"rows": [{"width": 4, "ms": 3.5}, {"width": 1, "ms": 2}]},
-    ):
+    measured = [{"width": 4, "ms": 3.5, "estimated_ms": 9}, {"width": 1, "ms": 2}]
+    estimated = [{"width": 4, "estimated_ms": 3.5, "roofline_ms": 1}, {"width": 1, "estimated_ms": 2}]
+    for document in ({"1": 2, "4": 3.5}, {"rows": measured}, {"rows": estimated}):
         (tmp_path / "c.json").write_text(json.dumps(document))
         assert scaling.parse_cost(str(tmp_path / "c.json")) == {1: 2.0, 4: 3.5}
     (tmp_path / "c.json").write_text("[]")

@@ -1,6 +1,7 @@
 """Laws of training: the gradient is PyTorch's, a killed run resumes to the same numbers, training makes a draft that drafts."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -15,7 +16,7 @@ from dflash_torchax.training.export import export_dflash
 from dflash_torchax.training.initial import new_dflash
 from dflash_torchax.training.learner import Frozen, Recipe, sample_anchors
 from dflash_torchax.training.losses import LossWeights
-from dflash_torchax.training.taps import ShardFeatures, TapReader, compute_missing, feature_file
+from dflash_torchax.training.taps import ShardFeatures, TapReader, compute_missing
 from dflash_torchax.training.trainer import BEST, Schedule, Trainer
 
 from .tiny import MASK_ID, left_padded, random_draft, random_prompts, tiny_target
@@ -87,6 +88,31 @@ def test_a_dflash_gradient_step_equals_pytorch(fields):
         np.testing.assert_allclose(ours[name], parameter.detach(), atol=1e-4, err_msg=name)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
+def test_active_logits_are_columns_of_the_whole_ones(name):
+    model = tiny_target(name, tie_word_embeddings=name == "gemma2")
+    target, params = Target(model, "cpu"), bridge.params_of(model)
+    ids = np.array([3, 10, 11, 60, 96], np.int32)
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 32)), jnp.float32)
+    cut = vocabulary.head_rows(target, params, ids)
+    np.testing.assert_allclose(target.head(cut, hidden), target.head(params, hidden)[..., ids], atol=1e-5)
+    assert vocabulary.columns_of(ids, 97)[[10, 12, 96]].tolist() == [1, -1, 4]
+
+
+def test_bfloat16_compute_keeps_float32_parameters_and_about_the_same_loss():
+    model = tiny_target()
+    target, params, batch = training_batch(model, (0, 2, 3))
+    losses = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        learner = DFlashLearner(random_draft(model, block_size=BLOCK), target, Recipe(5, 3.0, LOSSES, dtype))
+        frozen = Frozen(params, params, None, learner.buffers)
+        where = sample_anchors(jax.random.key(0), batch, 5)
+        step = jax.jit(jax.value_and_grad(lambda p: learner.outcome(p, frozen, batch, *where).loss))
+        losses[dtype], gradient = step(learner.params)
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((gradient, learner.params)))
+    np.testing.assert_allclose(losses[jnp.bfloat16], losses[jnp.float32], rtol=0.03)
+
+
 def _trainer(trained_on, folder, steps, **options):
     model, train, held_out = trained_on
     target = Target(model, "cpu")
@@ -110,7 +136,15 @@ def test_training_lowers_the_loss_and_its_export_drafts_better(trained_on, tmp_p
     assert record.best_tau > max(1.5, before["tau"] + 0.3)
 
     export_dflash(draft, trainer.best_params(), tmp_path / "draft", dtype=torch.float32)
-    model = trained_on[0]
+    model, _, held_out = trained_on
+    prompts = [s.ids[: s.prompt_length].tolist() for _, shard in corpus.read(held_out) for s in shard]
+    ids, mask = left_padded(prompts)
+    trainer.params = trainer.best_params()
+    (tau, steps), = trainer.loop_tau(trainer.held_out).values()
+    with enabled(model, load_draft(tmp_path / "draft")):
+        model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)
+        assert abs(last_stats(model).acceptance_length - tau) < 0.05, "hidden states are kept in bfloat16, so a near-tie may differ"
+        assert abs(last_stats(model).num_steps / steps - 1) < 0.03
     ids, mask = left_padded(random_prompts((5, 7, 6, 4), seed=1))
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)
     with enabled(model, load_draft(tmp_path / "draft")):
@@ -152,19 +186,24 @@ def test_recorded_features_are_those_of_one_forward(trained_on):
     model, folder, _ = trained_on
     file, sequences = corpus.read(folder)[0]
     lengths = [len(s.ids) for s in sequences]
-    recorded = ShardFeatures(feature_file(file, LAYERS), lengths)
+    recorded, some = ShardFeatures(file, LAYERS, lengths), ShardFeatures(file, (3, 0), lengths)
     reader = TapReader(Target(model, "cpu"), bridge.params_of(model), LAYERS)
     ids = np.stack([np.pad(s.ids, (0, 64 - len(s.ids))) for s in sequences])
     fresh = np.asarray(reader(ids))
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(recorded[row][: length - 1].astype(np.float32), fresh[row, : length - 1], rtol=0.02, atol=1e-3)
-    assert compute_missing([(file, sequences)], reader, LAYERS, 64) is None
+    np.testing.assert_array_equal(some[1], recorded[1].reshape(-1, 4, 32)[:, [3, 0]].reshape(-1, 64))
+    with pytest.raises(FileNotFoundError, match=r"layers \[7\]"):
+        ShardFeatures(file, (7,), lengths)
+    computed = []
+    compute_missing([(file, sequences)], reader, LAYERS, 64, on_shard=computed.append)
+    assert not computed, "what was recorded is not computed again"
 
 
-@pytest.mark.parametrize("shard_format", ["safetensors", "jsonl"])
-def test_a_killed_generation_resumes_to_the_same_corpus(tmp_path, shard_format):
+@pytest.mark.parametrize(("shard_format", "temperature"), [("safetensors", 0.0), ("jsonl", 0.9)])
+def test_a_killed_generation_resumes_to_the_same_corpus(tmp_path, shard_format, temperature):
     model = tiny_target()
-    plan = corpus.CorpusPlan([("a", ids) for ids in random_prompts((5, 9, 3, 7, 6))], 2, 12, (7, 11))
+    plan = corpus.CorpusPlan([("a", ids) for ids in random_prompts((5, 9, 3, 7, 6))], 2, 12, (7, 11), "", temperature)
     corpus.generate(model, plan, tmp_path / "whole", shard_format=shard_format)
     after_one = iter([False, True])
     corpus.generate(model, plan, tmp_path / "parts", shard_format=shard_format, stop=lambda: next(after_one))

@@ -1,5 +1,9 @@
 """From names on a command line to methods that can run, or a refusal that names the method and the reason."""
 
+import json
+
+from ..eagle3_model import is_eagle3
+from ..embedded import DRAFT_FOLDER
 from ..engine import Engine
 from ..loading import load_draft
 from .methods import HF, Compiled, ZLab
@@ -55,8 +59,10 @@ def make_methods(words, model, draft=None, draft_path=None, block_sizes=(), eagl
             raise ValueError(f"methods: {name} needs a DFlash draft of this target; give --draft, or leave {name} out.")
         if name == "eagle3" and eagle3 is None:
             raise ValueError("methods: eagle3 needs an EAGLE-3 checkpoint of the target; give --eagle3 PATH.")
+    if draft is not None and not hasattr(draft, "denoise"):
+        raise ValueError(f"draft: {draft_path} is no DFlash draft; give an EAGLE-3 checkpoint as --eagle3.")
     base = Engine(model) if any(name in _COMPILED for name, _ in asked) else None
-    own = {"eagle3": load_eagle3(eagle3) if eagle3 else None, "dflash": draft}
+    own = {"eagle3": load_eagle3(eagle3) if "eagle3" in dict(asked) else None, "dflash": draft}
     methods = []
     for name, given in asked:
         for size in _sizes(name, given, block_sizes, draft):
@@ -68,8 +74,9 @@ def make_methods(words, model, draft=None, draft_path=None, block_sizes=(), eagl
                 engine = base if name == "ar" else _engine(base, own.get(name), size)
                 methods.append(Compiled(name, model, engine, None if name == "ar" else engine.block_size))
     labels = [method.label for method in methods]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"methods: {', '.join(sorted(x for x in set(labels) if labels.count(x) > 1))} named twice; name each once.")
+    twice = sorted(label for label in set(labels) if labels.count(label) > 1)
+    if twice:
+        raise ValueError(f"methods: {', '.join(twice)} named twice; name each once.")
     return methods
 
 
@@ -98,6 +105,14 @@ def load_eagle3(path):
     if hasattr(draft, "denoise"):
         raise ValueError(f"eagle3: {path} is a DFlash draft; give an EAGLE-3 checkpoint, or leave eagle3 out.")
     return draft
+
+
+def shipped_eagle3():
+    """Folder of the EAGLE-3 draft that ships for the embedded target, or None."""
+    for file in sorted(DRAFT_FOLDER.parent.glob("*/config.json")):
+        if is_eagle3(json.loads(file.read_text(encoding="utf-8"))):
+            return str(file.parent)
+    return None
 
 
 def main_method(methods):

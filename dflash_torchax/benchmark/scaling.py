@@ -182,7 +182,10 @@ def parse_cost(text):
         raise FileNotFoundError(f"{explain}; {text} is not a file.")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        table = {row["width"]: row["ms"] for row in data["rows"]} if "rows" in data else data.get("ms_by_width", data)
+        if "rows" in data:  # measured where it was, else what a TPU's compiler estimates
+            table = {row["width"]: row["ms"] if "ms" in row else row["estimated_ms"] for row in data["rows"]}
+        else:
+            table = data
         return _checked({int(width): float(ms) for width, ms in table.items()}, explain)
     except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
         raise ValueError(f"{explain}; {path} holds no table of milliseconds by width.") from None

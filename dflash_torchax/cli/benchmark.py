@@ -1,9 +1,12 @@
 """`dflash-torchax benchmark`: methods side by side on the same prompts, in one shuffled schedule."""
 
 import contextlib
+import time
 
 from . import output, pair
 from .output import CliError
+
+_NOTE_SECONDS = 30.0
 
 _EPILOG = """\
 methods (--methods, comma separated; a block size may follow, as in dflash:8):
@@ -36,7 +39,9 @@ def add_parser(subparsers):
         description="Measure methods side by side: ms/token, speedup, tau, exactness, memory, compile time.",
     )
     pair.add_arguments(parser, block_size=False)
-    parser.add_argument("--eagle3", metavar="PATH_OR_REPO", help="EAGLE-3 checkpoint of the target")
+    parser.add_argument(
+        "--eagle3", metavar="PATH_OR_REPO", help="EAGLE-3 checkpoint of the target; default: the shipped one of the embedded target"
+    )
     what = parser.add_argument_group("what to measure")
     what.add_argument("--methods", type=words, metavar="NAMES", help="default: ar,dflash (ar alone without a draft)")
     what.add_argument("--datasets", type=words, default=[], metavar="NAMES", help="public prompt sets, see below")
@@ -87,8 +92,9 @@ def run(args):
     for name in names:
         compose.parse(name)
     loaded = pair.load(args, torch_weights=compose.needs_torch_weights(names))
+    eagle3 = args.eagle3 or (compose.shipped_eagle3() if args.target is None else None)
     with output.waiting("Preparing the methods ..."):
-        methods = compose.make_methods(names, loaded.model, loaded.draft, loaded.draft_path, args.block_sizes, args.eagle3)
+        methods = compose.make_methods(names, loaded.model, loaded.draft, loaded.draft_path, args.block_sizes, eagle3)
     document = measure(args, loaded, methods, sets)
     _deliver(args, document)
     return output.EXIT_OK
@@ -208,14 +214,32 @@ def _check_lengths(encoded, loaded, max_new_tokens):
 
 @contextlib.contextmanager
 def progress_bar():
-    """A bar on stderr; yields `on_step` of `schedule.run`."""
+    """Progress on stderr: a bar in a terminal, a line every half minute elsewhere. Yields `on_step` of `schedule.run`.
+
+    It draws between calls only: a thread that redraws would take its share of what is being timed.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
     err = output.console(stderr=True)
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal, refresh_per_second=2) as progress:
+    if not err.is_terminal:
+        yield _SparseNotes()
+        return
+    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=err, transient=True, auto_refresh=False) as progress:
         task = progress.add_task("", total=None)
-        yield lambda done, total, what: progress.update(task, completed=done, total=total, description=what)
+        yield lambda done, total, what: progress.update(task, completed=done, total=total, description=what, refresh=True)
+
+
+class _SparseNotes:
+    """An `on_step` for logs."""
+
+    def __init__(self):
+        self.last = time.monotonic()
+
+    def __call__(self, done, total, what):
+        if time.monotonic() - self.last >= _NOTE_SECONDS:
+            self.last = time.monotonic()
+            output.note(f"{done} of {total} calls done, now {what}")
 
 
 def _deliver(args, document):

@@ -15,6 +15,8 @@ examples:
 Only config.json and the headers of local safetensors files are read, never the weights.
 """
 
+DFLASH, EAGLE3 = "DFlash draft", "EAGLE-3 draft"
+
 # Fields worth showing, in this order, where a config has them.
 _FIELDS = (
     "architectures",
@@ -103,13 +105,14 @@ def describe(path, option):
         "dialect": dialect,
         "fields": _chosen(fields),
         "_fields": fields,
+        "_tensors": tensors,
         "_folder": folder,
     }
     if tensors:
         about["parameters"] = sum(size for _, size in tensors.values())
         about["dtypes"] = sorted({dtype for dtype, _ in tensors.values()})
-    about["supported"], about["reason"] = _supported(kind, fields, folder)
-    if kind == "DFlash draft":
+    about["supported"], about["reason"] = _supported(kind, fields, tensors, folder)
+    if kind == DFLASH:
         about["fits"] = _requirements(fields)
     return about
 
@@ -118,27 +121,27 @@ def dialect_of(fields, tensors=()):
     """(kind, dialect) of a config.json: which of the layouts in use for drafts, or a target."""
     nested = fields.get("dflash_config") or {}
     architectures = " ".join(fields.get("architectures") or ())
+    names = f"{fields.get('speculators_model_type') or ''} {architectures}".lower()
+    if "eagle3" in names or "midlayer.hidden_norm.weight" in tensors:
+        return EAGLE3, "speculators" if fields.get("speculators_model_type") else "SafeAILab or vLLM"
     if fields.get("speculators_model_type"):
-        return f"{fields['speculators_model_type']} draft", "speculators (vLLM)"
-    if "eagle3" in architectures.lower() or "midlayer.hidden_norm.weight" in tensors:
-        return "EAGLE-3 draft", "EAGLE-3"
+        return DFLASH, "speculators"
     if "selector_rank" in {**fields, **nested} or "conv_kernel_size" in {**fields, **nested}:
-        return "DFlash draft", "DFlash2 (grouped convolutions, candidate selector)"
+        return DFLASH, "DFlash2 (grouped convolutions, candidate selector)"
     if "encoder.fc.weight" in tensors or ("Assistant" in architectures and "mask_token_id" in fields):
-        return "DFlash draft", "transformers' own assistant (encoder.fc)"
+        return DFLASH, "transformers' own assistant (encoder.fc)"
     if nested:
-        return "DFlash draft", "z-lab v1 (fields under dflash_config)"
+        return DFLASH, "z-lab v1 (fields under dflash_config)"
     if "mask_token_id" in fields and ("target_layer_ids" in fields or "block_size" in fields):
-        return "DFlash draft", "z-lab v1 (fields at the top level)"
+        return DFLASH, "z-lab v1 (fields at the top level)"
     return "target", "Hugging Face"
 
 
 def fit(one, two):
     """Whether two described checkpoints make a pair: {'fits': bool, 'reason': str}."""
-    kinds = {one["kind"]: one, two["kind"]: two}
-    if set(kinds) != {"DFlash draft", "target"}:
-        return {"fits": False, "reason": f"a DFlash draft and a target are needed, these are: {one['kind']}, {two['kind']}"}
-    draft, target = kinds["DFlash draft"], kinds["target"]
+    target, draft = sorted((one, two), key=lambda half: half["kind"] != "target")
+    if target["kind"] != "target" or draft["kind"] == "target":
+        return {"fits": False, "reason": f"a draft and a target are needed, these are: {one['kind']}, {two['kind']}"}
     for half in (draft, target):
         if not half["supported"]:
             return {"fits": False, "reason": f"{half['checkpoint']}: {half['reason']}"}
@@ -146,15 +149,24 @@ def fit(one, two):
 
     from transformers import AutoConfig
 
-    from ..config import DFlashConfig
-
     text = AutoConfig.from_pretrained(target["_folder"]).get_text_config(decoder=True)
     shape = SimpleNamespace(num_layers=text.num_hidden_layers, hidden_size=text.hidden_size, vocab_size=text.vocab_size)
     try:
-        DFlashConfig.from_dict(draft["_fields"]).check_fits(shape)
+        _draft_config(draft["kind"], draft["_fields"], draft["_tensors"]).check_fits(shape)
     except ValueError as error:
         return {"fits": False, "reason": output.one_line(error)}
-    return {"fits": True, "reason": "hidden size, depth, taps and mask id agree"}
+    return {"fits": True, "reason": "their shapes, taps and ids agree"}
+
+
+def _draft_config(kind, fields, tensors):
+    """The draft's config as `load_draft` reads it; raises what that raises."""
+    if kind == EAGLE3:
+        from ..eagle3_model import Eagle3Config
+
+        return Eagle3Config.from_dict(fields, own_embedding=any("embed_tokens" in name for name in tensors))
+    from ..config import DFlashConfig
+
+    return DFlashConfig.from_dict(fields)
 
 
 def _folder(path, option):
@@ -192,19 +204,15 @@ def _chosen(fields):
     return {name: merged[name] for name in _FIELDS if merged.get(name) is not None}
 
 
-def _supported(kind, fields, folder):
+def _supported(kind, fields, tensors, folder):
     """(bool, reason): whether this version can run it."""
     try:
         if kind == "target":
             return _target_supported(folder)
-        if kind == "DFlash draft":
-            from ..config import DFlashConfig
-
-            DFlashConfig.from_dict(fields)
-            return True, "load_draft reads it"
+        _draft_config(kind, fields, tensors)
+        return True, "load_draft reads it"
     except (ValueError, NotImplementedError, KeyError, TypeError) as error:
         return False, output.one_line(error)
-    return False, f"{kind}: load_draft reads DFlash drafts only"
 
 
 def _target_supported(folder):

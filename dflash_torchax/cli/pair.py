@@ -35,7 +35,10 @@ def add_arguments(parser, block_size=True):
     )
     if block_size:
         group.add_argument(
-            "--block-size", type=positive, metavar="N", help="slots per block, anchor included; default: the draft's"
+            "--block-size",
+            type=block_size_or_auto,
+            metavar="N",
+            help="slots per block, anchor included; default: the draft's; 'auto' picks the fastest while it runs",
         )
     group.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32 embedded, else the checkpoint's"
@@ -50,7 +53,13 @@ def positive(text):
     return value
 
 
+def block_size_or_auto(text):
+    """argparse type: an integer of at least 1, or 'auto'."""
+    return text if text == "auto" else positive(text)
+
+
 positive.__name__ = "positive integer"
+block_size_or_auto.__name__ = "positive integer or 'auto'"
 
 
 def load(args, *, torch_weights=False):

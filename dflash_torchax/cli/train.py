@@ -5,6 +5,18 @@ import sys
 import time
 
 STAGES = ("generate", "train", "export")
+_EPILOG = """\
+examples:
+  dflash-torchax train --target embedded --prompts math.jsonl,hold_out=100 --out run
+  dflash-torchax train --target embedded --prompts math.jsonl,share=6,hold_out=100 --prompts code.jsonl,share=3 --out run \\
+      --init my-draft --distillation-weight 0.5 --tokens-weight 0.5 --minutes 30        (again: goes on)
+  dflash-torchax train --target Qwen/Qwen3-4B --prompts hf:openai/gsm8k:train,field=question --out run --mask-token-id 151669
+  dflash-torchax train --target embedded --out run --method eagle3 --block-size 4 --stage train --stage export
+"""
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults in the help, examples as written."""
 
 
 def add_parser(subparsers):
@@ -13,7 +25,7 @@ def add_parser(subparsers):
         "train", help="train a DFlash or EAGLE-3 draft for a target",
         description="Generate the target's own continuations of prompts, train a draft on them, export it. "
                     "Run the same command again to resume.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        epilog=_EPILOG, formatter_class=_Formatter)
     parser.add_argument("--target", required=True, help="folder or repo id of the target, or 'embedded'")
     parser.add_argument("--out", required=True, help="folder of the run")
     parser.add_argument("--prompts", action="append", default=[], metavar="PATH[,task=NAME][,share=S][,hold_out=N][,field=KEY]",
@@ -36,6 +48,7 @@ def _add_corpus(group):
     group.add_argument("--max-new-tokens", type=int, default=128)
     group.add_argument("--max-prompt-tokens", type=int, default=512)
     group.add_argument("--generate-batch", type=int, default=32, help="rows per batch of generation")
+    group.add_argument("--temperature", type=float, default=0.0, help="of the continuations; 0 is greedy")
     group.add_argument("--format", choices=("safetensors", "jsonl"), default="safetensors", help="of the shards")
 
 
@@ -150,7 +163,7 @@ def _generate(args, model, tokenizer, layers, stop):
     if not sources:
         raise ValueError("--prompts: none given; name a JSONL file or hf:owner/name, or use --synthesise N.")
     options = training.CorpusOptions(args.sequences, args.held_out, args.max_new_tokens, args.max_prompt_tokens,
-                                     args.generate_batch, args.format, args.seed)
+                                     args.generate_batch, args.format, args.temperature, args.seed)
     with tqdm(unit="token", desc="generate", dynamic_ncols=True) as bar:
         def on_shard(done, total, tokens):
             bar.set_postfix({"shard": f"{done}/{total}"}, refresh=False)

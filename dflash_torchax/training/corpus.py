@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from ..engine import Engine, Request
+from ..engine import Engine, Request, host_rules
+from ..processors import Rule
 from ..target import Target
 from .prompts import encode
 from .taps import Recorder, feature_file, save_features
@@ -44,6 +45,8 @@ class CorpusPlan:
         max_new_tokens: longest continuation.
         eos_ids: ids that end one.
         target: name of the target, for the record.
+        temperature: 0 takes the argmax; above, samples at that temperature.
+        seed: of the samples.
     """
 
     prompts: list
@@ -51,6 +54,8 @@ class CorpusPlan:
     max_new_tokens: int
     eos_ids: tuple[int, ...]
     target: str = ""
+    temperature: float = 0.0
+    seed: int = 0
 
     def batches(self):
         """Lists of indices into `prompts`."""
@@ -63,20 +68,21 @@ class CorpusPlan:
     def manifest(self):
         """What `corpus.json` records; two plans with equal manifests make equal corpora."""
         digest = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
+        sampled = f"temperature {self.temperature}, seed {self.seed}"
         return {
             "target": self.target, "prompts": len(self.prompts), "prompts_sha256": digest, "batch_size": self.batch_size,
-            "max_new_tokens": self.max_new_tokens, "eos_ids": list(self.eos_ids), "decoding": "greedy",
-            "tasks": sorted({task for task, _ in self.prompts}),
+            "max_new_tokens": self.max_new_tokens, "eos_ids": list(self.eos_ids),
+            "decoding": sampled if self.temperature else "greedy", "tasks": sorted({task for task, _ in self.prompts}),
         }
 
 
-def plan(mix, tokenizer, *, batch_size, max_new_tokens, max_prompt_tokens, eos_ids, target=""):
+def plan(mix, tokenizer, *, batch_size, max_new_tokens, max_prompt_tokens, eos_ids, target="", temperature=0.0, seed=0):
     """Encode (task, prompt) pairs and plan their batches; prompts above `max_prompt_tokens` are left out."""
     encoded = [(task, encode(tokenizer, prompt)) for task, prompt in mix]
     kept = [(task, ids) for task, ids in encoded if 0 < len(ids) <= max_prompt_tokens]
     if not kept:
         raise ValueError(f"max_prompt_tokens: {max_prompt_tokens} leaves none of {len(mix)} prompts; raise it.")
-    return CorpusPlan(kept, batch_size, max_new_tokens, tuple(eos_ids), target)
+    return CorpusPlan(kept, batch_size, max_new_tokens, tuple(eos_ids), target, temperature, seed)
 
 
 def generate(model, corpus_plan, folder, *, layers=(), shard_format="safetensors", on_shard=None, stop=None):
@@ -103,7 +109,7 @@ def generate(model, corpus_plan, folder, *, layers=(), shard_format="safetensors
         if stop is not None and stop():
             return
         rows = [corpus_plan.prompts[i] for i in batches[number]]
-        sequences, features = _continue(engine, rows, corpus_plan)
+        sequences, features = _continue(engine, rows, corpus_plan, number)
         file = folder / f"shard-{number:05d}.{shard_format}"
         if layers:
             save_features(feature_file(file, layers), features)
@@ -128,16 +134,25 @@ def _engine(model, layers):
     return Engine(model, Recorder(Target(model, jax.default_backend()), layers))
 
 
-def _continue(engine, rows, corpus_plan):
+def _rules(corpus_plan, number, batch_size):
+    """How batch `number` chooses its tokens; None is greedy. Each batch has its own seed, so a resumed run samples alike."""
+    if not corpus_plan.temperature:
+        return None
+    warp = Rule((np.float32(corpus_plan.temperature),), "temperature")
+    return host_rules(batch_size, (warp,), seed=(corpus_plan.seed, number), do_sample=True)
+
+
+def _continue(engine, rows, corpus_plan, number):
     """(continuations, features) of one batch; a short last batch is filled up so that no other shape compiles."""
     filled = rows + [rows[-1]] * (corpus_plan.batch_size - len(rows))
     lengths = np.array([len(ids) for _, ids in filled], np.int32)
     prompt = np.zeros((len(filled), lengths.max()), np.int32)
     for row, (_, ids) in zip(prompt, filled, strict=True):
         row[: len(ids)] = ids
-    request = Request(prompt, lengths, lengths + corpus_plan.max_new_tokens, corpus_plan.eos_ids)
+    limits = lengths + corpus_plan.max_new_tokens
+    request = Request(prompt, lengths, limits, corpus_plan.eos_ids, _rules(corpus_plan, number, len(filled)))
     state = engine.decode_loop(engine.params, engine.start(request))
-    out = engine.finish(state, len(filled))
+    out = engine.finish(state, request)
     sequences = [
         Sequence(out.tokens[i, : out.lengths[i]].astype(np.int32), len(ids), task) for i, (task, ids) in enumerate(rows)
     ]

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from .learner import Batch
-from .taps import ShardFeatures, feature_file
+from .taps import ShardFeatures
 
 
 class Dataset:
@@ -21,7 +21,7 @@ class Dataset:
         self.features = []
         for file, sequences in shards:
             if layers is not None:
-                self.features.append(ShardFeatures(feature_file(file, layers), [len(s.ids) for s in sequences]))
+                self.features.append(ShardFeatures(file, layers, [len(s.ids) for s in sequences]))
             for row, sequence in enumerate(sequences):
                 if len(sequence.ids) - sequence.prompt_length >= 2:  # an anchor and a label
                     self.sequences.append(sequence)

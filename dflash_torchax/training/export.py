@@ -46,8 +46,10 @@ def export_eagle3(draft, params, folder, *, dtype=torch.bfloat16, card=None):
         "tie_word_embeddings": False,
     }
     if config.target_layer_ids is not None:
-        fields["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
-                                  "use_aux_hidden_state": True}
+        # vLLM counts the hidden state before a layer, and reads the ids from the top level.
+        ids = [tap + 1 for tap in config.target_layer_ids]
+        fields |= {"eagle_aux_hidden_state_layer_ids": ids,
+                   "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
     if config.target_hidden_size != config.backbone.hidden_size:
         fields["target_hidden_size"] = config.target_hidden_size
     write_checkpoint(folder, fields, {**params, "d2t": d2t, "t2d": t2d}, dtype, card)

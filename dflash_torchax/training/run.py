@@ -37,7 +37,8 @@ class CorpusOptions:
         max_new_tokens, max_prompt_tokens: longest continuation, and longest prompt taken.
         batch_size: rows per batch.
         shard_format: "safetensors" or "jsonl".
-        seed: of the mix.
+        temperature: 0 for greedy continuations, above for sampled ones.
+        seed: of the mix and of the samples.
     """
 
     sequences: int | None = None
@@ -46,6 +47,7 @@ class CorpusOptions:
     max_prompt_tokens: int = 512
     batch_size: int = 32
     shard_format: str = "safetensors"
+    temperature: float = 0.0
     seed: int = 0
 
 
@@ -84,7 +86,8 @@ def generate_corpora(model, tokenizer, sources, folder, options=CorpusOptions(),
         eos_ids = model.generation_config.eos_token_id
         eos_ids = () if eos_ids is None else np.atleast_1d(eos_ids).tolist()
     common = {"batch_size": options.batch_size, "max_new_tokens": options.max_new_tokens,
-              "max_prompt_tokens": options.max_prompt_tokens, "eos_ids": eos_ids, "target": target}
+              "max_prompt_tokens": options.max_prompt_tokens, "eos_ids": eos_ids, "target": target,
+              "temperature": options.temperature, "seed": options.seed if options.temperature else 0}
     held_out = prompts.held_out(sources, options.held_out)
     mixes = {HELD_OUT: held_out, CORPUS: prompts.mixed(sources, options.seed, options.sequences)}
     for name, mix in mixes.items():

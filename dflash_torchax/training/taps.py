@@ -74,6 +74,14 @@ def feature_file(shard, layers):
     return shard.parent / ("taps-" + "-".join(map(str, layers))) / f"{shard.stem}.safetensors"
 
 
+def find_features(shard, layers):
+    """(feature file of a shard that holds all of `layers`, the layers it holds), or None; exactly these layers come first."""
+    shard = Path(shard)
+    found = [tuple(map(int, file.parent.name.split("-")[1:])) for file in shard.parent.glob(f"taps-*/{shard.stem}.safetensors")]
+    fitting = sorted((held for held in found if set(layers) <= set(held)), key=lambda held: (held != tuple(layers), held))
+    return (feature_file(shard, fitting[0]), fitting[0]) if fitting else None
+
+
 def save_features(file, rows):
     """Write one shard's features: a list of [length, width] arrays, kept as bfloat16, published by one rename."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -84,10 +92,23 @@ def save_features(file, rows):
 
 
 class ShardFeatures:
-    """One shard's features, read from disk row by row."""
+    """One shard's features at `layers`, read from disk row by row.
 
-    def __init__(self, file, lengths):
-        self.file = file
+    Args:
+        shard: the shard's file.
+        layers: layers wanted, in this order.
+        lengths: tokens of each of the shard's sequences.
+
+    Raises:
+        FileNotFoundError: no feature file holds these layers.
+    """
+
+    def __init__(self, shard, layers, lengths):
+        found = find_features(shard, layers)
+        if found is None:
+            raise FileNotFoundError(f"corpus: no hidden states of layers {list(layers)} beside {shard}; run compute_missing first.")
+        self.file, held = found
+        self.held, self.picked = len(held), [held.index(layer) for layer in layers]
         self.bounds = np.concatenate([[0], np.cumsum(lengths)])
         self.opened = None
 
@@ -96,11 +117,13 @@ class ShardFeatures:
         if self.opened is None:
             self.opened = safe_open(self.file, framework="numpy").__enter__()
         start, stop = int(self.bounds[row]), int(self.bounds[row + 1])
-        return self.opened.get_slice("features")[start:stop].view(ml_dtypes.bfloat16)
+        rows = self.opened.get_slice("features")[start:stop]
+        picked = rows.reshape(len(rows), self.held, -1)[:, self.picked]
+        return picked.reshape(len(rows), -1).view(ml_dtypes.bfloat16)
 
 
 def compute_missing(shards, reader, layers, width, batch_size=8, on_shard=None):
-    """Make the feature file of every shard that lacks one.
+    """Make the feature file of every shard that has none with these layers.
 
     Args:
         shards: list of (shard file, its sequences).
@@ -110,8 +133,7 @@ def compute_missing(shards, reader, layers, width, batch_size=8, on_shard=None):
         on_shard: called after each shard that lacked them.
     """
     for file, sequences in shards:
-        destination = feature_file(file, layers)
-        if not destination.is_file():
+        if find_features(file, layers) is None:
             rows = []
             for start in range(0, len(sequences), batch_size):
                 chunk = sequences[start : start + batch_size]
@@ -120,7 +142,7 @@ def compute_missing(shards, reader, layers, width, batch_size=8, on_shard=None):
                     row[: len(sequence.ids)] = sequence.ids
                 features = np.asarray(reader(ids).astype(jnp.bfloat16))
                 rows += [features[i, : len(s.ids)] for i, s in enumerate(chunk)]
-            save_features(destination, rows)
+            save_features(feature_file(file, layers), rows)
             if on_shard is not None:
                 on_shard(file)
 

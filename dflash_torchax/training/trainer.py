@@ -46,8 +46,9 @@ class Schedule:
 
     def optimizer(self):
         """AdamW as in the paper, without weight decay: the corpus is seen a few times only."""
+        rising = max(1, round(self.warmup * self.steps))
         rate = optax.warmup_cosine_decay_schedule(
-            0.0, self.learning_rate, max(1, round(self.warmup * self.steps)), self.steps, 0.05 * self.learning_rate)
+            0.0, self.learning_rate, rising, max(self.steps, rising + 1), 0.05 * self.learning_rate)
         return optax.chain(optax.clip_by_global_norm(self.clip), optax.adamw(rate, weight_decay=0.0))
 
 
@@ -96,6 +97,7 @@ class Trainer:
         self.frozen = frozen if mesh is None else jax.device_put(frozen, everywhere)
         self.train_step = jax.jit(self._train_step, donate_argnums=(0, 1))
         self.evaluate_step = jax.jit(self._evaluate_step)
+        self.accepted_from = jax.jit(self._accepted_from)
 
     def fit(self, *, progress=True, stop=None):
         """Train to the end of the schedule, to the end of patience, or until `stop()`; returns the `Record`."""
@@ -138,6 +140,22 @@ class Trainer:
             "accepted_by_position": (total[::-1].cumsum()[::-1][1:] / max(total.sum(), 1)).round(4).tolist(),
         }
 
+    def loop_tau(self, dataset):
+        """tau by task as generating these continuations would give it: task -> (tau, steps).
+
+        Greedy output does not depend on the draft, so every block's anchor follows from what the blocks before it accepted.
+        """
+        steps = {task: [] for task in dataset.tasks}
+        number, longest = self.schedule.held_out_anchors, max(len(s.ids) - s.prompt_length for s in dataset.sequences)
+        for indices in dataset.in_order(self.schedule.batch_size):
+            batch = self._batch(dataset, indices)
+            windows = [self.accepted_from(self.params, self.frozen, batch, jnp.int32(i)) for i in range(0, longest, number)]
+            for index, row in zip(indices, np.concatenate(jax.device_get(windows), axis=1), strict=True):
+                if index >= 0:
+                    sequence = dataset.sequences[index]
+                    steps[sequence.task] += _walk(row, len(sequence.ids) - sequence.prompt_length)
+        return {task: (round(1 + float(np.mean(taken)), 4), len(taken)) for task, taken in steps.items()}
+
     def best_params(self):
         """The parameters of the best evaluation, or the last ones where nothing was evaluated."""
         if (self.folder / BEST).is_file():
@@ -161,6 +179,12 @@ class Trainer:
     def _evaluate_step(self, params, frozen, batch):
         outcome = self.learner.outcome(params, frozen, batch, *spread_anchors(batch, self.schedule.held_out_anchors))
         return outcome.accepted, outcome.exists
+
+    def _accepted_from(self, params, frozen, batch, offset):
+        """Accepted drafts at the `held_out_anchors` anchors from `offset` on, int32 [rows, anchors]."""
+        anchors = batch.prompt_lengths[:, None] + offset + jnp.arange(self.schedule.held_out_anchors, dtype=jnp.int32)
+        exists = anchors < batch.lengths[:, None] - 1
+        return self.learner.outcome(params, frozen, batch, anchors, exists).accepted
 
     def _batch(self, dataset, indices):
         batch = dataset.batch(indices)
@@ -192,6 +216,15 @@ class Trainer:
 
 def _tau(histogram):
     return round(float(1 + (histogram * np.arange(len(histogram))).sum() / max(histogram.sum(), 1)), 4)
+
+
+def _walk(accepted, length):
+    """Accepted drafts of each step of the loop over a continuation of `length` tokens, its last token counted as a bonus."""
+    steps, anchor = [], 0
+    while anchor < length - 1:
+        steps.append(min(int(accepted[anchor]), length - 2 - anchor))
+        anchor += steps[-1] + 1
+    return steps
 
 
 def _truncate_log(file, step):
