@@ -41,7 +41,7 @@ def main():
     cores, load = os.cpu_count() or 1, os.getloadavg()[0]
     if load > cores + 1:
         console.print(f"Load average {load:.1f} on {cores} cores: other processes disturbed this; repeat it on a quiet machine.")
-    console.print("On a CPU a wide step costs more than a plain one, so a small draft gains little here; on a TPU it costs nearly the same.")
+    console.print("On a CPU a wide step costs more than a plain one; on a TPU nearly the same, with larger drafts.")
 
 
 class Silent:
