@@ -23,14 +23,13 @@ ids, mask = left_padded([[t % 96 for t in p] for p in random_prompts((9, 4, 13))
 options = dict(attention_mask=mask, max_new_tokens=16, do_sample=False)
 expected = model.generate(ids, **options)
 accepted = None
-for cache in {caches}:
-    for shape, names in {meshes}:
-        mesh = jax.make_mesh(shape, names, devices=jax.devices()[: math.prod(shape)]) if shape else None
-        with enabled(model, draft, cache=cache, mesh=mesh):
-            assert torch.equal(model.generate(ids, **options), expected), (cache, shape)
-            stats = last_stats(model)
-        accepted = accepted or stats.accepted_per_step
-        assert stats.accepted_per_step == accepted, (cache, shape)
+for cache, shape, names in {cases}:
+    mesh = jax.make_mesh(shape, names, devices=jax.devices()[: math.prod(shape)]) if shape else None
+    with enabled(model, draft, cache=cache, mesh=mesh):
+        assert torch.equal(model.generate(ids, **options), expected), (cache, shape)
+        stats = last_stats(model)
+    accepted = accepted or stats.accepted_per_step
+    assert stats.accepted_per_step == accepted, (cache, shape)
 print("same")
 """
 
@@ -83,18 +82,21 @@ def run_with_devices(code, devices=4, **variables):
     return done.stderr
 
 
-_ONE_TWO_FOUR = [((), ()), ((2,), ("model",)), ((4,), ("data",)), ((2, 2), ("data", "model"))]
+# (cache, mesh shape, axis names); no shape is one device without a mesh.
+ONE_TWO_FOUR = """(
+    ("static", (), ()), ("static", (2,), ("model",)), ("static", (2, 2), ("data", "model")),
+    (PagedCache(page_size=4), (4,), ("data",)), (PagedCache(page_size=4), (2, 2), ("data", "model")),
+)"""
 
 
 def test_1_2_and_4_devices_and_data_by_tensor_give_the_same_tokens():
     """Three rows on two and four data shards also show that rows are filled up."""
-    caches = "('static', PagedCache(page_size=4))"
-    run_with_devices(SAME_TOKENS.format(architecture="llama", caches=caches, meshes=_ONE_TWO_FOUR))
+    run_with_devices(SAME_TOKENS.format(architecture="llama", cases=ONE_TWO_FOUR))
 
 
 def test_uneven_heads_are_replicated_and_named():
     """Two kv heads on four devices: attention is replicated, the rest is split, the tokens are the same."""
-    log = run_with_devices(SAME_TOKENS.format(architecture="llama", caches="('static',)", meshes=[((4,), ("model",))]))
+    log = run_with_devices(SAME_TOKENS.format(architecture="llama", cases=[("static", (4,), ("model",))]))
     assert (
         "model.layers.*.self_attn.k_proj.weight: shape (16, 32) with 2 kv heads does not divide over 4 devices; it is replicated"
         in log
@@ -104,8 +106,7 @@ def test_uneven_heads_are_replicated_and_named():
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["mistral", "qwen3", "phi3", "gpt_neox"])
 def test_other_architectures_give_the_same_tokens(architecture):
-    caches = "('static', PagedCache(page_size=4))"
-    run_with_devices(SAME_TOKENS.format(architecture=architecture, caches=caches, meshes=[((2,), ("model",)), ((2, 2), ("data", "model"))]))
+    run_with_devices(SAME_TOKENS.format(architecture=architecture, cases=ONE_TWO_FOUR))
 
 
 def test_weights_are_placed_sharded_from_the_file_on():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -227,7 +228,9 @@ class Compiler:
 
     def _compile(self, name, width, function, *args, **kwargs):
         begin = time.perf_counter()
-        with self._meshed():
+        with self._meshed(), warnings.catch_warnings():
+            # Programs of absent devices are written to JAX's cache but cannot be read back from it.
+            warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache")
             lowered = function.lower(*args, **kwargs)
             try:
                 compiled = lowered.compile(self.options)
