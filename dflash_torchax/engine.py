@@ -89,7 +89,8 @@ class Engine:
                              f"or 'probabilistic' (the draft's own samples, by rejection).")
         use_compilation_cache()
         self.draft, self.draft_sampling = draft, draft_sampling
-        self._options = {"max_length": max_length, "cache": cache, "mesh": mesh, "draft_sampling": draft_sampling}
+        self._options = {"block_size": block_size, "max_length": max_length, "cache": cache, "mesh": mesh,
+                         "draft_sampling": draft_sampling}
         target, target_params = _shared or _placed(model, mesh)
         self.max_length = _checked_max_length(max_length, target.max_positions)
         proposer = _proposer_for(draft, target, block_size)
@@ -180,7 +181,7 @@ class Engine:
         rows = len(request.lengths)
         counts = (state.num_steps, state.num_drafted, state.accepted_per_step)
         tokens, lengths, counts = jax.tree.map(lambda x: x[:rows], jax.device_get((state.tokens, state.lengths, counts)))
-        cache = GenerationCache.of(state, tokens, lengths) if request.keep_cache else None
+        cache = GenerationCache.of(state, tokens, lengths, self) if request.keep_cache else None
         return Generation(tokens, lengths, DecodeStats.from_counts(*counts, self.block_size, prefill_tokens(request)), cache)
 
     def _filled_up(self, request):
@@ -220,6 +221,14 @@ def _placed(model, mesh):
     return target, reshard(params, placement, target.config)
 
 
+def check_sampled(generation):
+    """Raise RuntimeError, as torch.multinomial does, where the scores of a sampled token left nothing to choose from."""
+    valid = np.arange(generation.tokens.shape[1]) < generation.lengths[:, None]
+    if (generation.tokens[valid] < 0).any():
+        raise RuntimeError("do_sample: the processed scores leave no token (all -inf, or NaN in the model's logits); "
+                           "loosen the processors or check the weights.")
+
+
 def prefill_tokens(request):
     """Prompt tokens that a request's prefill has to read."""
     known = 0 if request.reuse is None else request.reuse.known(request)
@@ -240,7 +249,7 @@ def bucket(size, smallest):
 def _checked_max_length(max_length, max_positions):
     if max_length is None:
         return None
-    if not isinstance(max_length, int) or max_length < 2:
+    if type(max_length) is not int or max_length < 2:
         raise ValueError(f"max_length: {max_length!r}; give the longest prompt + output in tokens, an integer of at least 2.")
     if max_positions is not None and max_length > max_positions:
         raise ValueError(f"max_length: {max_length} is beyond the model's {max_positions} positions (max_position_embeddings).")
@@ -248,7 +257,7 @@ def _checked_max_length(max_length, max_positions):
 
 
 def _proposer_for(draft, target, block_size):
-    if block_size is not None and (not isinstance(block_size, int) or block_size < 1):
+    if block_size is not None and (type(block_size) is not int or block_size < 1):
         raise ValueError(f"block_size: {block_size!r}; give an integer of at least 1 (the anchor and the drafted tokens).")
     if draft is None:
         if block_size not in (None, 1):

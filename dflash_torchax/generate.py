@@ -1,20 +1,20 @@
 """The HF face: HF prepares a generate call as always, then this runs it and gives HF's output back."""
 
-import copy
 import dataclasses
 import functools
 import inspect
 
 import numpy as np
 import torch
-from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList, StopStringCriteria
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation import GenerateDecoderOnlyOutput, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from . import processors
 from .arguments import refuse_call, refuse_unsupported
 from .columns import Columns
-from .engine import Committed, Request, host_rules
+from .engine import Committed, Request, check_sampled, host_rules
 from .host_loop import HostRun
+from .inputs import check_tensors, padded_output, right_padded
 from .session import GenerationCache
 from .state import DecodeStats
 
@@ -43,7 +43,7 @@ class Generate:
         self.engine = engine
         self.last_stats = None
         self._replaced = model.__dict__.get("generate")
-        self._generate = functools.partial(type(model).generate, model)
+        self._model = model
         self._cache_keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._engines = {}  # of drafts given as assistant_model
         functools.update_wrapper(self, type(model).generate)
@@ -54,25 +54,37 @@ class Generate:
         self.last_stats = call.stats
         return result
 
-    def prepare(self, *args, streamer=None, generator=None, assistant_model=None, **kwargs):
+    def prepare(self, *args, **kwargs):
         """Everything HF does before decoding: a `Call` ready to run. Arguments are generate's.
 
         Raises:
             ValueError, NotImplementedError: naming the argument, its value and the way out.
         """
-        _check_ids(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
+        kwargs = _by_name(type(self._model).generate, args, kwargs)
+        streamer, generator, assistant, tokenizer = (
+            kwargs.pop(name, None) for name in ("streamer", "generator", "assistant_model", "tokenizer")
+        )
+        check_tensors(kwargs)
         refuse_call(kwargs)
-        kwargs = _with_stop_strings(kwargs)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise ValueError(f"generator: {generator!r}; give a torch.Generator, e.g. torch.Generator().manual_seed(0).")
         for name in [name for name in ("cache", "past_key_values") if name in kwargs]:
             kwargs[self._cache_keyword] = kwargs.pop(name)
-        engine = self.engine if assistant_model is None else self._engine_for(assistant_model)
+        engine = self.engine if assistant is None else self._engine_for(assistant)
 
         def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
             refuse_unsupported(generation_config, model_kwargs)
             prepared = (input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
             return Call(engine, *prepared, streamer, generator)
 
-        return self._generate(*args, streamer=streamer, custom_generate=decode, **kwargs)
+        model = self._model if tokenizer is None else _with_tokenizer(self._model, tokenizer)
+        return type(self._model).generate(model, streamer=streamer, custom_generate=decode, **kwargs)
+
+    def __reduce__(self):
+        raise TypeError("model: enabled, so its generate holds compiled programs; call disable(model) before you pickle it.")
+
+    def __deepcopy__(self, memo):
+        return Generate(memo.get(id(self._model), self._model), self.engine)
 
     def restore(self, model):
         """Undo the replacement."""
@@ -92,6 +104,30 @@ class Generate:
         return self._engines[id(draft)]
 
 
+def _by_name(function, args, kwargs):
+    """Positional arguments of HF's generate by their names."""
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    if len(args) > len(names):
+        raise TypeError(f"generate: {len(args)} positional arguments, but it takes at most {len(names)}")
+    given = dict(zip(names, args, strict=False))
+    twice = given.keys() & kwargs.keys()
+    if twice:
+        raise TypeError(f"generate: got multiple values for argument {sorted(twice)[0]!r}")
+    return {**given, **kwargs}
+
+
+def _with_tokenizer(model, tokenizer):
+    """The model as HF's preparation sees it: HF drops `tokenizer` on the way to a custom loop, but stop_strings need it."""
+
+    class Prepared(type(model)):
+        def _get_stopping_criteria(self, *args, **kwargs):
+            return super()._get_stopping_criteria(*args, **{**kwargs, "tokenizer": tokenizer})
+
+    view = object.__new__(Prepared)
+    view.__dict__ = model.__dict__
+    return view
+
+
 class Call:
     """One prepared call of generate; `run` returns what HF would, `blocks` iterates over committed blocks."""
 
@@ -103,8 +139,12 @@ class Call:
         self.stats = self.cache = None
         returns = config.return_dict_in_generate
         self.keep_scores, self.keep_logits = (bool(returns and flag) for flag in (config.output_scores, config.output_logits))
-        rules = [processors.translate(p) for p in logits_processor]
+        rules = [processors.translate(p, engine.decoder.target.head_size) for p in logits_processor]
         self.on_host = None in rules or self.keep_scores or self.keep_logits
+        guided = any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in logits_processor)
+        if guided and engine.decoder.target.is_streamed:
+            raise NotImplementedError("guidance_scale: it runs the torch model, which load_target leaves without weights; load the "
+                                      "model with from_pretrained instead.")
         self.request = self._request(model_kwargs, [] if self.on_host else rules)
 
     def run(self):
@@ -116,13 +156,15 @@ class Call:
             sequences = run.input_ids
         elif self.streamer is None and not self._has_own_criteria():
             generation = self.engine.run(self.request)
-            sequences = _padded_output(self.input_ids, self.request, generation, self.pad_id)
+            sequences = padded_output(self.input_ids, self.request, generation, self.pad_id)
         else:
             columns = self._columns()
             *_, generation = self._stream(columns)
             sequences = columns.input_ids
         if self.streamer is not None:
             self.streamer.end()
+        if self.config.do_sample and not self.on_host:
+            check_sampled(generation)
         self.stats = generation.stats
         sequences = sequences.to(self.input_ids.device, self.input_ids.dtype)
         return self._output(sequences, generation, run) if self.config.return_dict_in_generate else sequences
@@ -183,8 +225,8 @@ class Call:
         )
 
     def _request(self, model_kwargs, rules):
-        prompt, lengths = _right_padded(self.input_ids, model_kwargs.get("attention_mask"))
-        new_tokens = self.config.max_length - self.input_ids.shape[1]
+        prompt, lengths = right_padded(self.input_ids, model_kwargs.get("attention_mask"))
+        new_tokens = int(self.config.max_length) - self.input_ids.shape[1]
         limits = (lengths + new_tokens).astype(np.int32)
         target, longest = self.engine.decoder.target, int(limits.max())
         for name, limit in (("max_length of enable()", self.engine.max_length), ("max_position_embeddings", target.max_positions)):
@@ -194,69 +236,17 @@ class Call:
         if prompt.min() < 0 or prompt.max() >= target.vocab_size:
             raise ValueError(f"input_ids: ids from {prompt.min()} to {prompt.max()}, but the model's embedding has "
                              f"{target.vocab_size} rows; use the tokenizer that belongs to the model.")
+        if len(prompt) > 1 and not 0 <= self.pad_id < target.vocab_size:
+            raise ValueError(f"pad_token_id: {self.pad_id} is outside the model's embedding of {target.vocab_size} rows.")
         eos = self.config._eos_token_tensor
         do_sample = bool(self.config.do_sample)
         seed = torch.randint(2**31, (2,), generator=self.generator).tolist() if do_sample and not self.on_host else (0, 0)
         reuse = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+        if isinstance(reuse, GenerationCache):
+            reuse.check_owner(self.engine)
         return Request(
             prompt, lengths, limits, () if eos is None else tuple(eos.reshape(-1).tolist()),
             host_rules(len(lengths), rules, (self.input_ids.shape[1] - lengths).astype(np.int32), self.pad_id, seed,
                        do_sample=do_sample, draft_sampling=self.engine.draft_sampling),
             reuse if isinstance(reuse, GenerationCache) else None, bool(self.config.return_dict_in_generate),
         )
-
-
-def _check_ids(ids):
-    """HF's own preparation fails obscurely on ids that are no [batch, length] tensor."""
-    if ids is not None and (not isinstance(ids, torch.Tensor) or ids.ndim != 2):
-        got = f"{ids.ndim}-D of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise ValueError(f"input_ids: {got}; give a torch tensor [batch, length], e.g. tokenizer(..., return_tensors='pt').")
-
-
-def _with_stop_strings(kwargs):
-    """HF drops the tokenizer on the way to a custom loop, so the criterion that needs it is made here."""
-    kwargs = dict(kwargs)
-    tokenizer, config = kwargs.pop("tokenizer", None), kwargs.get("generation_config")
-    strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
-    if strings is None:
-        return kwargs
-    if tokenizer is None:
-        raise ValueError(f"stop_strings: {strings!r} without a tokenizer; pass tokenizer=... to generate as well.")
-    if config is not None:
-        kwargs["generation_config"] = config = copy.deepcopy(config)
-        config.stop_strings = None
-    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
-    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), criterion])
-    return kwargs
-
-
-def _right_padded(input_ids, attention_mask):
-    """HF's left-padded batch -> (int32 [batch, width] right-padded, int32 [batch] lengths)."""
-    ids = input_ids.cpu().numpy()
-    mask = np.ones_like(ids) if attention_mask is None else attention_mask.cpu().numpy()
-    if mask.shape != ids.shape:
-        raise ValueError(f"attention_mask: shape {mask.shape} for input_ids of shape {ids.shape}; they must be equal.")
-    mask = mask != 0
-    lengths = mask.sum(axis=1).astype(np.int32)
-    if ids.shape[1] == 0 or (lengths == 0).any():
-        raise ValueError(f"input_ids: empty prompt (lengths {lengths.tolist()}); each row needs at least one token.")
-    if not (np.diff(mask.astype(np.int8), axis=1) >= 0).all():
-        row = int(np.argmax((np.diff(mask.astype(np.int8), axis=1) < 0).any(axis=1)))
-        raise ValueError(f"attention_mask: row {row} is {mask[row].astype(int).tolist()}; only left padding is supported "
-                         f"(zeros, then ones). Set tokenizer.padding_side = 'left', and pass the attention_mask when a "
-                         f"prompt contains the pad token.")
-    width = int(lengths.max())
-    prompt = np.zeros((len(ids), width), np.int32)
-    for row, length in enumerate(lengths):
-        prompt[row, :length] = ids[row, ids.shape[1] - length :]
-    return prompt, lengths
-
-
-def _padded_output(input_ids, request, generation, pad_id):
-    """HF's output: the given ids, then the new tokens, pad_id after a row's end."""
-    counts = generation.lengths - request.lengths
-    new = np.full((len(counts), int(counts.max())), pad_id, np.int64)
-    for row, (start, count) in enumerate(zip(request.lengths, counts, strict=True)):
-        new[row, :count] = generation.tokens[row, start : start + count]
-    return torch.cat([input_ids.cpu(), torch.from_numpy(new)], dim=1)
-

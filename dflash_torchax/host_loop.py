@@ -61,7 +61,7 @@ class HostRun:
             room = self.criteria.max_length - before
             _count(counts, active, len(columns), min(drafted.shape[1], room - 1))
         tokens, lengths = (x[:rows] for x in jax.device_get((state.tokens, state.lengths)))
-        cache = GenerationCache.of(state, tokens, lengths) if self.request.keep_cache else None
+        cache = GenerationCache.of(state, tokens, lengths, self.engine) if self.request.keep_cache else None
         steps, num_drafted, accepted = counts
         longest = max(map(len, accepted), default=0)
         table = np.array([row + [0] * (longest - len(row)) for row in accepted], np.int32).reshape(rows, longest)

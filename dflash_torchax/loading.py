@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ def load_draft(path_or_repo, *, dtype=None, revision=None):
 
     Args:
         path_or_repo: folder with config.json and safetensors, or a Hugging Face repo id.
-        dtype: torch dtype of the weights; None keeps the checkpoint's. `enable` casts to the target's anyway.
+        dtype: torch dtype of the weights or its name; None or "auto" keeps the checkpoint's. `enable` casts to the target's anyway.
         revision: repo revision.
 
     Returns:
@@ -38,6 +39,7 @@ def load_draft(path_or_repo, *, dtype=None, revision=None):
         FileNotFoundError: no such folder or file.
         ValueError: a config field or tensor is missing, unexpected, misshapen or not finite.
     """
+    dtype = _dtype(dtype)
     folder = _local_folder(path_or_repo, revision, also=("pytorch_model*.bin",))
     fields = json.loads(_file(folder, "config.json").read_text())
     if is_eagle3(fields):
@@ -58,7 +60,7 @@ def load_target(path_or_repo, *, dtype=None, place=None, mesh=None, revision=Non
 
     Args:
         path_or_repo: folder with config.json and safetensors, or a Hugging Face repo id.
-        dtype: torch dtype; None takes the config's.
+        dtype: torch dtype or its name; None or "auto" takes the config's.
         place: function (name, numpy array) -> JAX array, to put each tensor where it belongs; None puts on the default device.
         mesh: `jax.sharding.Mesh`, short for `place=sharding.place_on(mesh, config)`: each tensor goes to the mesh in parts.
         revision: repo revision.
@@ -72,7 +74,7 @@ def load_target(path_or_repo, *, dtype=None, place=None, mesh=None, revision=Non
     folder = _local_folder(path_or_repo, revision)
     _file(folder, "config.json")
     config = AutoConfig.from_pretrained(folder)
-    dtype = dtype or config.dtype or torch.float32
+    dtype = _dtype(dtype) or config.dtype or torch.float32
     place = place_on(mesh, config) if mesh is not None and place is None else place
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -89,7 +91,19 @@ def load_target(path_or_repo, *, dtype=None, place=None, mesh=None, revision=Non
     return model
 
 
+def _dtype(dtype):
+    """HF's spellings of a dtype: a torch dtype, its name, "auto" or None."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None or dtype == "auto":
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype: {dtype!r}; give a floating point torch dtype or its name, e.g. 'bfloat16'.")
+    return found
+
+
 def _local_folder(path_or_repo, revision, also=()):
+    if not isinstance(path_or_repo, (str, os.PathLike)):
+        raise TypeError(f"path_or_repo: {path_or_repo!r}; give a folder or a repo id like 'owner/name'.")
     folder = Path(path_or_repo).expanduser()
     if folder.is_dir():
         return folder

@@ -66,10 +66,17 @@ def for_draft(rules):
     return tuple(rule for rule in rules if rule.kind in _HELPS_DRAFT)
 
 
-def translate(processor):
-    """HF processor object -> `Rule`, or None when it has to run on the host."""
+def translate(processor, vocab_size):
+    """HF processor object -> `Rule`, or None when it has to run on the host.
+
+    Raises:
+        ValueError: a sequence names a word beyond the vocabulary; HF refuses that too.
+    """
     build = _TRANSLATE.get(type(processor))
-    return None if build is None else build(processor)
+    rule = None if build is None else build(processor)
+    if rule is not None and rule.kind == "sequence_bias" and rule.values[0].max() >= vocab_size:
+        raise ValueError(f"sequence_bias / bad_words_ids: {int(rule.values[0].max())} is beyond the model's {vocab_size} words.")
+    return rule
 
 
 # ---- what each kind does ------------------------------------------------------------------------------------------

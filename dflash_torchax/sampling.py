@@ -111,6 +111,7 @@ def _accept_by_rejection(rules, drafted, draft, target, positions):
 
 def categorical(weights, uniform):
     """Sample unnormalised weights [..., vocab] by inverse CDF with one uniform number each; weight 0 is never taken.
+    Where there is no positive finite weight the answer is -1, which `engine.check_sampled` turns into an error.
 
     Two levels, chunk then word: cheaper than noise per word, and more exact than one long cumulative sum.
     """
@@ -120,7 +121,8 @@ def categorical(weights, uniform):
     sums = chunks.sum(-1)
     chunk, rest = _inverse_cdf(sums, uniform * sums.sum(-1))
     inside = jnp.take_along_axis(chunks, chunk[..., None, None], axis=-2)[..., 0, :]
-    return (chunk * chunks.shape[-1] + _inverse_cdf(inside, rest)[0]).astype(jnp.int32)
+    token = chunk * chunks.shape[-1] + _inverse_cdf(inside, rest)[0]
+    return jnp.where(sums.sum(-1) > 0, token, -1).astype(jnp.int32)
 
 
 def _inverse_cdf(weights, point):

@@ -13,16 +13,20 @@ class GenerationCache(Cache):
     Args:
         caches: (target cache, draft cache) on the device.
         tokens: int [batch, slots], `lengths`: int [batch], what they hold, on the host.
+        owner: the engine they belong to: weights, draft and cache layout.
     """
 
-    def __init__(self, caches, tokens, lengths):
+    def __init__(self, caches, tokens, lengths, owner):
         super().__init__(layers=[])
-        self.caches, self.tokens, self.lengths = caches, tokens, lengths
+        self.caches, self.tokens, self.lengths, self.owner = caches, tokens, lengths, owner
 
     @classmethod
-    def of(cls, state, tokens, lengths):
+    def of(cls, state, tokens, lengths, owner):
         """From a finished state and host copies of its tokens and lengths."""
-        return cls((state.target_cache, state.draft_cache), tokens, lengths)
+        return cls((state.target_cache, state.draft_cache), tokens, lengths, owner)
+
+    def update(self, *args, **kwargs):
+        raise TypeError("cache: it belongs to an enabled model's generate; HF's own generate cannot read it. Leave cache out.")
 
     @property
     def slots(self):
@@ -34,6 +38,12 @@ class GenerationCache(Cache):
 
     def get_max_length(self, layer_idx=0):
         return self.slots
+
+    def check_owner(self, engine):
+        """Raise ValueError where another engine made this cache: its weights, draft or layout differ."""
+        if self.owner is not engine:
+            raise ValueError("cache: it comes from another model, another draft or an earlier enable(); what it holds does not "
+                             "fit. Leave cache out, and pass on the cache of this call's output.")
 
     def known(self, request):
         """int [batch]: leading tokens of each of the request's prompts that are in the caches.

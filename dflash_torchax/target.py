@@ -46,13 +46,14 @@ class Target:
         self.skeleton = _skeleton_of(model)
         self.run = bridge.functionalize(self.skeleton, platform)
         self.placement = placement
+        self.is_streamed = model.device.type == "meta"
         self.config = self.skeleton.config.get_text_config(decoder=True)
         self.dtype = bridge.jax_dtype(model.dtype)
         self.num_layers = self.config.num_hidden_layers
         self.vocab_size = self.skeleton.get_input_embeddings().weight.shape[0]
         self.max_positions = getattr(self.config, "max_position_embeddings", None)
         self._cache_keyword = _cache_keyword(_decoder(self.skeleton))
-        self.layout, self.hidden_size = self._probe()
+        self.layout, self.hidden_size, self.head_size = self._probe()
 
     def embed(self, params, ids):
         """[batch, width] ids -> [batch, width, hidden] raw rows of the input embedding."""
@@ -106,7 +107,7 @@ class Target:
             return self.run(params, lambda model, hidden: model.get_output_embeddings()(hidden), hidden)
 
     def _probe(self):
-        """Trace one token abstractly: (cache layout per layer, hidden size)."""
+        """Trace one token abstractly: (cache layout per layer, hidden size, width of the logits)."""
         recorder = _LayoutRecorder()
 
         def trace(params):
@@ -131,7 +132,7 @@ class Target:
                 f"{recorder.attended} (written: {sorted(recorder.layers)}). Recurrent, hybrid and KV-sharing layers "
                 f"cannot be rolled back by position; use HF's own generate for this model."
             )
-        return tuple(recorder.layers[layer] for layer in expected), hidden.shape[-1]
+        return tuple(recorder.layers[layer] for layer in expected), hidden.shape[-1], logits.shape[-1]
 
 
 class _LayoutRecorder:

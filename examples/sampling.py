@@ -2,10 +2,10 @@
 
 import argparse
 
-import dflash_torchax as dflash
 import torch
-
 from _pair import add_pair_arguments, load_pair
+
+import dflash_torchax as dflash
 
 parser = argparse.ArgumentParser(description=__doc__)
 add_pair_arguments(parser)

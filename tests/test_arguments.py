@@ -119,8 +119,31 @@ def test_stop_strings(model, kind):
                        "stop_strings": tokenizer.decode(script[0, 9 + offset : 11 + offset])}
             expected = model.generate(ids, tokenizer=tokenizer, **options)
             assert torch.equal(ours.generate(ids, tokenizer=tokenizer, **options), expected)
-        with pytest.raises(ValueError, match="stop_strings.*tokenizer"):
+            strings = options.pop("stop_strings")
+            for holder in (ours.generation_config, model.generation_config):
+                holder.stop_strings = [strings]
+            assert torch.equal(ours.generate(ids, tokenizer=tokenizer, **options), expected), "in the model's own config"
+            for holder in (ours.generation_config, model.generation_config):
+                holder.stop_strings = None
+            config = GenerationConfig(stop_strings=[strings], **options)
+            assert torch.equal(ours.generate(ids, config, tokenizer=tokenizer), expected), "in a positional config"
+        with pytest.raises(ValueError, match="(?s)stop.strings.*tokenizer"):
             ours.generate(ids, max_new_tokens=3, stop_strings="w3")
+
+
+def test_positional_arguments(model):
+    ids = torch.tensor(random_prompts((9,)))
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    expected = model.generate(ids, config)
+    from .test_stopping import Recorder
+
+    streamer, draft = Recorder(), random_draft(model, block_size=4)
+    with enabled(tiny_target(), random_draft(model)) as ours:
+        assert torch.equal(ours.generate(ids, config, None, None, None, None, draft, streamer), expected)
+        assert len(last_stats(ours).accepted_by_position) == 3, "the positional assistant drafted"
+        with pytest.raises(TypeError, match="generation_config"):
+            ours.generate(ids, config, generation_config=config)
+    assert len(streamer.puts) == 13
 
 
 def test_guidance_scale(model):

@@ -1,6 +1,7 @@
 """Law: bad input is an error that names argument or field, its value and the way out, and nothing is half done."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def test_draft_of_another_width(model):
     refused(model, lambda: enable(model, draft), "hidden_size", 64, 32)
 
 
-@pytest.mark.parametrize("block_size", [0, -3, 9, 2.5])
+@pytest.mark.parametrize("block_size", [0, -3, 9, 2.5, True])
 def test_block_size(model, block_size):
     refused(model, lambda: enable(model, random_draft(model, block_size=8), block_size=block_size), "block_size", block_size)
 
@@ -143,6 +144,13 @@ class TestGenerate:
         (torch.ones(4, dtype=torch.long), {"max_new_tokens": 3}, ("input_ids", "1-D")),
         (torch.full((1, 4), 97), {}, ("input_ids", 97)),
         (torch.full((1, 4), -1), {}, ("input_ids", -1)),
+        (torch.ones(1, 4), {}, ("inputs", "float32", "torch.long")),
+        ([[7, 8]], {}, ("input_ids", "list")),
+        (torch.zeros(0, 3, dtype=torch.long), {}, ("inputs", "empty batch")),
+        (torch.ones(1, 4, dtype=torch.long), {"attention_mask": [[1, 1, 1, 1]]}, ("attention_mask", "list")),
+        (torch.ones(2, 4, dtype=torch.long), {"pad_token_id": 5000}, ("pad_token_id", 5000)),
+        (torch.ones(1, 4, dtype=torch.long), {"do_sample": True, "generator": 3}, ("generator", 3)),
+        (torch.ones(1, 4, dtype=torch.long), {"sequence_bias": {(500,): -9.0}}, ("sequence_bias", 500, 97)),
     ])
     def test_inputs(self, enabled, ids, kwargs, words):
         with pytest.raises((ValueError, IndexError)) as caught:
@@ -159,7 +167,7 @@ class TestGenerate:
         before = enabled.__dict__["generate"].last_stats
         with pytest.raises((NotImplementedError, ValueError)) as caught:
             enabled.generate(torch.ones(1, 4, dtype=torch.long), **{"max_new_tokens": 4, "do_sample": False, name: value})
-        names = {"past_key_values": "cache", "num_return_sequences": "num_return"}
+        names = {"past_key_values": "cache", "num_return_sequences": "num_return", "stop_strings": "stop strings"}
         assert names.get(name, name) in str(caught.value)
         assert enabled.__dict__["generate"].last_stats is before
 
@@ -171,6 +179,41 @@ def test_a_failed_enable_keeps_the_previous_one(model):
         enable(model, random_draft(model), block_size=99)
     assert model.generate is generate
     disable(model)
+
+
+def test_pickling_an_enabled_model_says_what_to_do(model):
+    enable(model, random_draft(model))
+    with pytest.raises(TypeError, match="disable"):
+        pickle.dumps(model)
+    disable(model)
+    pickle.dumps(model)
+
+
+def test_sampling_from_nothing_is_an_error_as_in_hf(model):
+    options = {"do_sample": True, "max_new_tokens": 4, "suppress_tokens": list(range(97)), "pad_token_id": 0}
+    enable(model, random_draft(model))
+    with pytest.raises(RuntimeError, match="leave no token"):
+        model.generate(torch.ones(1, 4, dtype=torch.long), **options)
+    disable(model)
+
+
+@pytest.mark.parametrize("load", [load_draft, load_target])
+def test_loading_from_what_is_no_path(load):
+    for path in (None, 3):
+        with pytest.raises(TypeError, match="path_or_repo"):
+            load(path)
+
+
+def test_dtypes_are_spelled_as_in_hf(tmp_path, model, checkpoint):
+    model.save_pretrained(tmp_path / "target")
+    assert load_target(tmp_path / "target", dtype="bfloat16").dtype == torch.bfloat16
+    assert load_target(tmp_path / "target", dtype="auto").dtype == torch.float32
+    for dtype in ("foo", torch.int8):
+        with pytest.raises(ValueError, match="dtype"):
+            load_target(tmp_path / "target", dtype=dtype)
+    streamed = enable(load_target(tmp_path / "target"))
+    with pytest.raises(NotImplementedError, match="guidance_scale"):
+        streamed.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3, guidance_scale=1.5)
 
 
 def test_load_target_names_what_is_missing(tmp_path, model):

@@ -68,13 +68,14 @@ print("same")
 """
 
 
-def _run(code, devices=4):
+def run_with_devices(code, devices=4, **variables):
     """Run `code` on virtual CPU devices; its asserts are the test's."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(ROOT),
+        **variables,
     }
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -88,12 +89,12 @@ _ONE_TWO_FOUR = [((), ()), ((2,), ("model",)), ((4,), ("data",)), ((2, 2), ("dat
 def test_1_2_and_4_devices_and_data_by_tensor_give_the_same_tokens():
     """Three rows on two and four data shards also show that rows are filled up."""
     caches = "('static', PagedCache(page_size=4))"
-    _run(SAME_TOKENS.format(architecture="llama", caches=caches, meshes=_ONE_TWO_FOUR))
+    run_with_devices(SAME_TOKENS.format(architecture="llama", caches=caches, meshes=_ONE_TWO_FOUR))
 
 
 def test_uneven_heads_are_replicated_and_named():
     """Two kv heads on four devices: attention is replicated, the rest is split, the tokens are the same."""
-    log = _run(SAME_TOKENS.format(architecture="llama", caches="('static',)", meshes=[((4,), ("model",))]))
+    log = run_with_devices(SAME_TOKENS.format(architecture="llama", caches="('static',)", meshes=[((4,), ("model",))]))
     assert (
         "model.layers.*.self_attn.k_proj.weight: shape (16, 32) with 2 kv heads does not divide over 4 devices; it is replicated"
         in log
@@ -104,11 +105,11 @@ def test_uneven_heads_are_replicated_and_named():
 @pytest.mark.parametrize("architecture", ["mistral", "qwen3", "phi3", "gpt_neox"])
 def test_other_architectures_give_the_same_tokens(architecture):
     caches = "('static', PagedCache(page_size=4))"
-    _run(SAME_TOKENS.format(architecture=architecture, caches=caches, meshes=[((2,), ("model",)), ((2, 2), ("data", "model"))]))
+    run_with_devices(SAME_TOKENS.format(architecture=architecture, caches=caches, meshes=[((2,), ("model",)), ((2, 2), ("data", "model"))]))
 
 
 def test_weights_are_placed_sharded_from_the_file_on():
-    _run(SHARDED_FROM_THE_FILE)
+    run_with_devices(SHARDED_FROM_THE_FILE)
 
 
 def test_a_mesh_of_another_type_is_refused_by_name():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dflash_torchax import enable, enabled, last_stats
+from dflash_torchax import disable, enable, enabled, last_stats
 
 from .smollm2 import needs_embedded
 from .tiny import left_padded, random_draft, random_prompts, tiny_target
@@ -89,6 +89,12 @@ def test_the_wrong_cache_is_refused(model):
         ids, mask = left_padded(random_prompts((3, 4)))
         with pytest.raises(ValueError, match="cache: holds 1 rows"):
             say(ours, ids, cache, attention_mask=mask)
+        ids = torch.tensor(random_prompts((12,)))
+        for other in (enable(tiny_target(seed=5), random_draft(model)), enable(tiny_target())):
+            with pytest.raises(ValueError, match="cache: it comes from another model"):
+                say(other, ids, cache)
+        with pytest.raises(TypeError, match="cache: it belongs to an enabled model"):
+            model.generate(ids, cache=cache, max_new_tokens=3, do_sample=False)
 
 
 @needs_embedded
@@ -97,15 +103,16 @@ def test_six_turns_on_smollm2(smollm2):
     model, draft, tokenizer = smollm2
     questions = ["Hi!", "What is 12 * 7?", "And 3 more?", "Name a colour.", "Another one?", "Thanks, bye."]
     messages, cache, reads = [], None, []
+    enable(model, draft, max_length=1000)
     for question in questions:
         messages.append({"role": "user", "content": question})
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True).input_ids
-        expected = model.generate(ids, max_new_tokens=24, do_sample=False)
-        with enabled(model, draft, max_length=1000):
-            output = model.generate(ids, max_new_tokens=24, do_sample=False, cache=cache, return_dict_in_generate=True)
-            reads.append((last_stats(model).num_prefill_tokens, ids.shape[1]))
+        expected = type(model).generate(model, ids, max_new_tokens=24, do_sample=False)
+        output = model.generate(ids, max_new_tokens=24, do_sample=False, cache=cache, return_dict_in_generate=True)
+        reads.append((output.stats.num_prefill_tokens, ids.shape[1]))
         assert torch.equal(output.sequences, expected)
         cache = output.cache
         reply = tokenizer.decode(output.sequences[0, ids.shape[1] :], skip_special_tokens=True)
         messages.append({"role": "assistant", "content": reply})
+    disable(model)
     assert all(read < total / 2 for read, total in reads[2:]), reads

@@ -46,8 +46,9 @@ class Schedule:
 
     def optimizer(self):
         """AdamW as in the paper, without weight decay: the corpus is seen a few times only."""
+        rising = max(1, round(self.warmup * self.steps))
         rate = optax.warmup_cosine_decay_schedule(
-            0.0, self.learning_rate, max(1, round(self.warmup * self.steps)), self.steps, 0.05 * self.learning_rate)
+            0.0, self.learning_rate, rising, max(self.steps, rising + 1), 0.05 * self.learning_rate)
         return optax.chain(optax.clip_by_global_norm(self.clip), optax.adamw(rate, weight_decay=0.0))
 
 
