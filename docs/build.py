@@ -76,6 +76,7 @@ def readme_block(document):
         "Speedup is over `ar`, our own compiled loop without a draft; `hf` is transformers' generate, `zlab` z-lab's own loop, "
         "both in PyTorch. All figures, definitions and plots: [docs/results.md](docs/results.md)."
     )
+    parts += [line for line in report.notes(document) if "busy" in line]
     parts.append(f"Measured {report.environment_line(document)}.")
     return "\n\n".join(parts) + "\n"
 

@@ -87,6 +87,9 @@ def notes(document):
     compared = [record for record in document["runs"] if record["programs_compiled"]]
     if compared:
         lines.append(f"{len(compared)} timed calls compiled a program; their times include it.")
+    load, cores = document["environment"]["load_average_at_start"], document["environment"]["cores"]
+    if load is not None and load > cores / 2:
+        lines.append(f"The machine was busy (load {load} on {cores} cores when the run began): do not trust the times of this run.")
     lines += document.get("skipped", [])
     order = decay_order(document["summary"], settings.get("main_method"))
     if order:
