@@ -89,10 +89,10 @@ class Functional:
         """
         swapped = {f"module.{name}": params[name] for name in params}
         swapped |= {f"module.{name}": params[owner] for name, owner in self.aliases.items()}
-        precision = "highest" if any(p.dtype == jnp.float32 for p in params.values()) else "default"
         token = _PLATFORM.set(self.platform)
         try:
-            with _TRACE_LOCK, _environment(), torch.no_grad(), jax.default_matmul_precision(precision):
+            # A TPU would multiply float32 in bfloat16 passes by default; bfloat16 operands are not affected.
+            with _TRACE_LOCK, _environment(), torch.no_grad(), jax.default_matmul_precision("highest"):
                 result = torch.func.functional_call(
                     _Body(self.module), torch_view(swapped), (body, *torch_view(args)), tie_weights=False
                 )
