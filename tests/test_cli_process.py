@@ -1,5 +1,6 @@
 """Law: whatever happens to the process, a user sees whole output or one line, and gets the terminal back."""
 
+import contextlib
 import json
 import os
 import pty
@@ -10,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from dflash_torchax.cli import output
 
 from .checkpoints import save_draft, save_target
 
@@ -143,6 +146,18 @@ def test_an_interrupted_benchmark_leaves_no_file_and_restores_the_terminal(model
     assert list(tmp_path.iterdir()) == []
     assert b"Traceback" not in run.seen
     assert run.seen.rfind(SHOW_CURSOR) > run.seen.rfind(HIDE_CURSOR)
+
+
+def test_an_interrupt_that_a_library_swallowed_is_raised_again():
+    """Python loses exceptions that a signal raises inside a callback: the next look at it must still end the command."""
+    with output.tidy_terminal():
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        with pytest.raises(KeyboardInterrupt):
+            output.check_interrupted()
+    with output.tidy_terminal():
+        output.check_interrupted()
 
 
 def test_ctrl_c_ends_a_generation_with_the_text_so_far(models, tmp_path):

@@ -168,7 +168,7 @@ def measure(args, loaded, methods, sets):
     reference = "hf" if "hf" in labels else baseline
     plan = schedule.Plan(encoded, budget, tuple(args.batch_sizes), args.repeats, args.seed, reference)
     with progress_bar() as on_step:
-        result = schedule.run(methods, plan, gap, on_step)
+        result = schedule.run(methods, plan, gap, lambda *step: (output.check_interrupted(), on_step(*step)))
     return {
         "kind": "benchmark",
         "schema": 1,

@@ -76,6 +76,10 @@ def tidy_terminal():
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, _on_sigterm)
             stack.callback(signal.signal, signal.SIGTERM, before)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell ignores it
+                signal.signal(signal.SIGINT, _on_sigint)
+                stack.callback(signal.signal, signal.SIGINT, signal.default_int_handler)
+            _asked.clear()
         try:
             yield
         finally:
@@ -86,8 +90,24 @@ def tidy_terminal():
                         stream.flush()
 
 
+# An exception that a signal raises inside a callback of a library is printed and lost; what was asked for is kept here.
+_asked = []
+
+
 def _on_sigterm(signum, frame):
-    raise SystemExit(128 + signum)
+    _asked.append(SystemExit(128 + signum))
+    raise _asked[-1]
+
+
+def _on_sigint(signum, frame):
+    _asked.append(KeyboardInterrupt())
+    raise _asked[-1]
+
+
+def check_interrupted():
+    """Raise again what a signal asked for; for long loops, between two pieces of work."""
+    if _asked:
+        raise _asked[-1]
 
 
 def print_json(document):
