@@ -6,8 +6,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 # What the published tables compare; the rest of the command is in docs/results/benchmark.json.
-RESULTS_METHODS ?= ar,dflash,prompt-lookup,hf,zlab
-RESULTS_PROMPTS ?= 6
+RESULTS_METHODS ?= ar,dflash:2,dflash:4,dflash:8,hf,zlab
+RESULTS_PROMPTS ?= 10
+RESULTS_SETS ?= --prompts gsm8k=dflash_torchax/benchmark/data/prompts/gsm8k.jsonl
 
 .PHONY: .venv demo results docs test test-slow test-tpu-compile lint clean
 
@@ -25,7 +26,7 @@ test-tpu-compile: .venv
 	$(BIN)/python -m pytest tests -m tpu_compile
 
 results: .venv
-	$(BIN)/dflash-torchax benchmark --methods $(RESULTS_METHODS) --num-prompts $(RESULTS_PROMPTS) --max-new-tokens 64 --output docs/results/benchmark.json
+	$(BIN)/dflash-torchax benchmark --methods $(RESULTS_METHODS) $(RESULTS_SETS) --num-prompts $(RESULTS_PROMPTS) --max-new-tokens 64 --output docs/results/benchmark.json
 	$(BIN)/python docs/build.py
 
 docs: .venv
