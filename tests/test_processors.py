@@ -93,8 +93,9 @@ def both(kind, rows, make, streamed=False, **fixed):
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_processors_on_the_device(name, rows):
     for kind in ("random", "perfect"):
-        ours, theirs, _ = both(kind, rows, lambda: ON_DEVICE[name])
+        ours, theirs, streamer = both(kind, rows, lambda: ON_DEVICE[name], streamed=kind == "perfect")
         assert torch.equal(ours, theirs), kind
+    assert torch.equal(torch.stack(streamer.puts[1:], dim=1), ours[:, streamer.puts[0].shape[1] :])
 
 
 @pytest.mark.parametrize("rows", [1, 3])
