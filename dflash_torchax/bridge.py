@@ -4,7 +4,6 @@ A module stays where it is (CPU or meta). `params_of` reads its tensors as a fla
 `functionalize` runs torch code on it with that dict swapped in, inside whatever `jax.jit` is tracing.
 """
 
-import contextlib
 import contextvars
 import functools
 import math
@@ -182,10 +181,3 @@ def jax_dtype(dtype):
 def torch_dtype(dtype):
     """JAX dtype -> torch dtype."""
     return torch.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else torch.from_numpy(np.empty((), dtype)).dtype
-
-
-@contextlib.contextmanager
-def tracing():
-    """Hold the trace lock: for callers that prepare a module before tracing it."""
-    with _TRACE_LOCK:
-        yield
