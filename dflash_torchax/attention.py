@@ -27,7 +27,7 @@ class AttentionView:
         cache: the cache pytree, replaced by every `attend`.
         starts: [batch] slot of the first query.
         positions: [batch, width] position (== slot) of each query.
-        last_visible: [batch, width] last slot a query may read; None for causal attention, where it is `positions`.
+        last_visible: [batch] last slot a row's queries may read; None for causal attention, where it is their position.
         fresh: layer -> the block's key and value, handed over by the cache and not yet attended to.
         calls: layers that attended, in order.
     """
@@ -70,7 +70,7 @@ def attend(query, key, value, positions, last_visible, *, scaling, window=None, 
     Args:
         query: [batch, heads, width, head_dim].
         key, value: [batch, kv_heads, slots, head_dim].
-        positions, last_visible: [batch, width], see `AttentionView`; last_visible None means causal.
+        positions, last_visible: [batch, width] and [batch], see `AttentionView`; last_visible None means causal.
         scaling: factor on the logits.
         window: sliding window in positions, or None.
         symmetric: the window also bounds slots after the query (bidirectional attention).
@@ -88,7 +88,7 @@ def attend(query, key, value, positions, last_visible, *, scaling, window=None, 
     logits = logits.reshape(batch, kv_heads, -1, width, slots)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
-    last_visible = positions if last_visible is None else last_visible
+    last_visible = positions if last_visible is None else last_visible[:, None]
     visible = visible_slots(slots, positions, last_visible, window, symmetric)[:, None, None]
     logits = jnp.where(visible, logits, jnp.finfo(jnp.float32).min)
     if sinks is not None:
@@ -101,7 +101,7 @@ def attend(query, key, value, positions, last_visible, *, scaling, window=None, 
 
 
 def visible_slots(slots, positions, last_visible, window=None, symmetric=False):
-    """[batch, width, slots] bool: which slots each query may read."""
+    """[batch, width, slots] bool: which slots each query may read; last_visible [batch, width], or [batch, 1] for all."""
     slot = jnp.arange(slots, dtype=jnp.int32)
     visible = slot <= last_visible[..., None]
     if window is not None:

@@ -86,10 +86,6 @@ class AutoEngine(Engine):
         self.segments = {w: jax.jit(self._segment(d), donate_argnums=1) for w, d in self.decoders.items()}
         self.choosers = {}  # (batch, slots) -> BlockChooser: cost depends on both
 
-    def with_draft(self, draft):
-        options = {**self._options, "_shared": (self.decoder.target, self.params.target)}
-        return AutoEngine(None, draft, **options)
-
     def run(self, request):
         chooser, state = self._chooser_for(self.start(request))
         finished = bool(jax.device_get(state.finished.all()))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from . import bridge
+from . import bridge, flash
 from .attention import attend
 from .sharding import Placement
 
@@ -44,14 +44,14 @@ class KVCache:
         Args:
             query: [batch, heads, width, head_dim]; key, value: [batch, kv_heads, width, head_dim] of the block.
             starts: [batch] slot of the first query.
-            positions, last_visible: [batch, width], see `attention.AttentionView`; last_visible None means causal.
+            positions, last_visible: [batch, width] and [batch], see `attention.AttentionView`; last_visible None means causal.
             sinks, options: as in `attention.attend`.
 
         Returns:
             ([batch, width, heads, head_dim], the written cache).
         """
         heads = self.heads_dim(layer)
-        kv, seen = ("data", heads, None, None), None if last_visible is None else ("data", None)
+        kv, seen = ("data", heads, None, None), None if last_visible is None else ("data",)
 
         def part(buffers, index, query, key, value, starts, positions, last_visible, sinks):
             buffers = self.write_part(buffers, index, key, value, starts)
@@ -151,6 +151,8 @@ class StaticKV(KVCache):
         return [write_rows(buffer, new, starts, axis=1) for buffer, new in zip(buffers, (key, value), strict=True)]
 
     def attend_part(self, buffers, index, query, positions, last_visible, **options):
+        if last_visible is not None and flash.fits(self.placement.platform, *buffers, **options):
+            return flash.attend_to_row(query, *buffers, last_visible, scaling=options["scaling"])
         return attend(query, *buffers, positions, last_visible, **options)
 
 

@@ -70,7 +70,7 @@ class Engine:
     """One enabled model: its target and proposer, their weights on the device, and the compiled programs.
 
     Args:
-        model: HF model.
+        model: HF model, or an `Engine` whose target and weights this one shares.
         draft: `DFlashDraftModel`, any `proposers.Proposer`, or None for plain decoding.
         block_size: at most the draft's; None takes it.
         max_length: longest prompt + output to provide for; None sizes the caches by request.
@@ -83,7 +83,7 @@ class Engine:
     """
 
     def __init__(self, model, draft=None, *, block_size=None, max_length=None, cache="auto", mesh=None,
-                 draft_sampling="greedy", _shared=None):
+                 draft_sampling="greedy"):
         if draft_sampling not in ("greedy", "probabilistic"):
             raise ValueError(f"draft_sampling: {draft_sampling!r}; choose 'greedy' (the draft's argmax, sampled by the target) "
                              f"or 'probabilistic' (the draft's own samples, by rejection).")
@@ -91,7 +91,8 @@ class Engine:
         self.draft, self.draft_sampling = draft, draft_sampling
         self._options = {"block_size": block_size, "max_length": max_length, "cache": cache, "mesh": mesh,
                          "draft_sampling": draft_sampling}
-        target, target_params = _shared or _placed(model, mesh)
+        shared = isinstance(model, Engine)
+        target, target_params = (model.decoder.target, model.params.target) if shared else _placed(model, mesh)
         self.max_length = _checked_max_length(max_length, target.max_positions)
         proposer = _proposer_for(draft, target, block_size)
         self.decoder = Decoder(target, proposer, cache_for(cache, target))
@@ -110,7 +111,7 @@ class Engine:
 
     def with_draft(self, draft):
         """The engine of the same model and options with another draft."""
-        return Engine(None, draft, **self._options, _shared=(self.decoder.target, self.params.target))
+        return type(self)(self, draft, **self._options)
 
     @property
     def block_size(self):

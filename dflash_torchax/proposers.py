@@ -137,7 +137,6 @@ class DFlash:
         block = jnp.concatenate([state.anchors[:, None], masks], axis=1)
         positions = state.positions(self.block_size)
         last = jnp.minimum(state.starts + self.block_size, state.limits) - 1
-        last = jnp.broadcast_to(last[:, None], positions.shape)
         cache = state.draft_cache
 
         def attend(module, query, key, value):

@@ -23,7 +23,7 @@ from dflash_torchax.training.losses import LossWeights
 from dflash_torchax.training.taps import TapReader
 from dflash_torchax.training.trainer import Schedule, Trainer
 
-from .tiny import VOCAB, left_padded, random_prompts, tiny_target
+from .tiny import VOCAB, assert_step_is_torch_s, left_padded, random_prompts, tiny_target
 from .training_cases import training_batch
 
 BLOCK = 4
@@ -184,13 +184,7 @@ def test_an_eagle3_gradient_step_equals_pytorch():
                     goal = (features[row, anchor + k - 1, 96:] @ head.T).softmax(-1)
                     soft, total = soft - weight * (goal * log_q[k - 1]).sum(), total + weight
     theirs = hard / known + 0.5 * soft / total
-    theirs.backward()
-    np.testing.assert_allclose(float(loss), float(theirs.detach()), rtol=1e-5)
-    for name, parameter in draft.named_parameters():
-        np.testing.assert_allclose(gradient[name], parameter.grad, atol=1e-4, err_msg=name)
-    torch.optim.AdamW(draft.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-8).step()
-    for name, parameter in draft.named_parameters():
-        np.testing.assert_allclose(ours[name], parameter.detach(), atol=1e-4, err_msg=name)
+    assert_step_is_torch_s(draft, theirs, loss, gradient, ours)
 
 
 def test_training_makes_an_eagle3_draft_that_drafts(trained):

@@ -19,7 +19,7 @@ from dflash_torchax.training.losses import LossWeights
 from dflash_torchax.training.taps import ShardFeatures, TapReader, compute_missing
 from dflash_torchax.training.trainer import BEST, Schedule, Trainer
 
-from .tiny import MASK_ID, left_padded, random_draft, random_prompts, tiny_target
+from .tiny import MASK_ID, assert_step_is_torch_s, left_padded, random_draft, random_prompts, tiny_target
 from .training_cases import LAYERS, training_batch
 
 BLOCK = 4
@@ -79,13 +79,7 @@ def test_a_dflash_gradient_step_equals_pytorch(fields):
 
     draft.train().requires_grad_(True)
     theirs = _torch_dflash_loss(draft, model, batch, np.asarray(anchors), 3.0, 32)
-    theirs.backward()
-    np.testing.assert_allclose(float(loss), float(theirs.detach()), rtol=1e-5)
-    for name, parameter in draft.named_parameters():
-        np.testing.assert_allclose(gradient[name], parameter.grad, atol=1e-4, err_msg=name)
-    torch.optim.AdamW(draft.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-8).step()
-    for name, parameter in draft.named_parameters():
-        np.testing.assert_allclose(ours[name], parameter.detach(), atol=1e-4, err_msg=name)
+    assert_step_is_torch_s(draft, theirs, loss, gradient, ours)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])

@@ -115,3 +115,14 @@ def scripts(model, prompts, new_tokens, **kwargs):
 def random_prompts(lengths, seed=0):
     generator = np.random.default_rng(seed)
     return [generator.integers(6, VOCAB, n).tolist() for n in lengths]
+
+
+def assert_step_is_torch_s(draft, theirs, loss, gradient, updated):
+    """Loss, gradient and the parameters after one AdamW step (rate 1e-2, decay 0.1) equal what torch makes of `theirs`."""
+    theirs.backward()
+    np.testing.assert_allclose(float(loss), float(theirs.detach()), rtol=1e-5)
+    for name, parameter in draft.named_parameters():
+        np.testing.assert_allclose(gradient[name], parameter.grad, atol=1e-4, err_msg=name)
+    torch.optim.AdamW(draft.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-8).step()
+    for name, parameter in draft.named_parameters():
+        np.testing.assert_allclose(updated[name], parameter.detach(), atol=1e-4, err_msg=name)

@@ -125,27 +125,12 @@ class Compiler:
         self.plain = Engine(target, mesh=mesh, cache=cache)
         self.engine = self.plain
         if draft is not None:
-            shared = (self.plain.decoder.target, self.plain.params.target)
-            self.engine = Engine(None, draft, block_size=shape.block_size, mesh=mesh, cache=cache, _shared=shared)
+            self.engine = Engine(self.plain, draft, block_size=shape.block_size, mesh=mesh, cache=cache)
 
     def prefill(self, width):
         """The prompt bucket of `width` tokens."""
-        engine = self.engine
-        batch = self.shape.batch
-        prompt, row = self._ids(batch, width), self._ids(batch)
-        return self._compile(
-            f"prefill {width}",
-            width,
-            engine.prefill,
-            engine.params,
-            prompt,
-            row,
-            row,
-            self._ids(_EOS_IDS),
-            self._rules(),
-            slots=self.slots(engine),
-            keep_cache=False,
-        )
+        args, static = self._prompt(self.engine, width)
+        return self._compile(f"prefill {width}", width, self.engine.prefill, *args, **static)
 
     def plain_step(self):
         """One autoregressive step."""
@@ -181,18 +166,9 @@ class Compiler:
 
     def state(self, engine):
         """The abstract decode state, placed as the prefill leaves it."""
-        row = self._ids(self.shape.batch)
+        args, static = self._prompt(engine, 32)
         with self._meshed():
-            traced = engine.prefill.trace(
-                engine.params,
-                self._ids(self.shape.batch, 32),
-                row,
-                row,
-                self._ids(_EOS_IDS),
-                self._rules(),
-                slots=self.slots(engine),
-                keep_cache=False,
-            )
+            traced = engine.prefill.trace(*args, **static)
         placement = engine.decoder.target.placement
         shapes = jax.tree.map(lambda x: self._placed(placement, x.shape, x.dtype), traced.out_info)
         return dataclasses.replace(
@@ -211,6 +187,12 @@ class Compiler:
     def _step(self, engine, name):
         step = jax.jit(engine.decoder.step, donate_argnums=1)
         return self._compile(name, engine.block_size, step, engine.params, self.state(engine))
+
+    def _prompt(self, engine, width):
+        """(arguments, static arguments) of a prefill of `width` tokens a row."""
+        row = self._ids(self.shape.batch)
+        args = engine.params, self._ids(self.shape.batch, width), row, row, self._ids(_EOS_IDS), self._rules()
+        return args, {"slots": self.slots(engine), "keep_cache": False}
 
     def _rules(self):
         placement = self.plain.decoder.target.placement

@@ -34,7 +34,8 @@ class Report:
         compile_seconds: on this machine.
         argument_bytes, temporary_bytes, total_bytes: HBM; total counts donated outputs once.
         flops, bytes: per run, by XLA's cost analysis.
-        kernel_calls: Pallas kernels in the program; XLA's analysis knows neither their bytes nor their flops.
+        kernel_calls: Pallas kernels of the target's attention; XLA's analysis knows neither their bytes nor their flops.
+        draft_kernel_calls: Pallas kernels of the draft's attention, which say themselves what they read.
         kernel_ms: reading the whole context's K/V once at full bandwidth, which those kernels do.
         estimated_ms: the compiler's time without the kernels, plus `kernel_ms`.
         roofline_ms: the longer of reading every argument once and multiplying at the chip's peak.
@@ -50,6 +51,7 @@ class Report:
     flops: float
     bytes: float
     kernel_calls: int
+    draft_kernel_calls: int
     kernel_ms: float
     estimated_ms: float
     roofline_ms: float
@@ -67,7 +69,9 @@ def report_of(program, chip, context_bytes=0):
         context_bytes: target K/V of the whole context on one device, read by the attention kernels.
     """
     text, cost, memory = program.compiled.as_text(), _cost(program.compiled), program.compiled.memory_analysis()
-    calls = text.count('custom_call_target="tpu_custom_call"')
+    kernels = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
+    of_draft = sum("/draft/" in line for line in kernels)
+    calls = len(kernels) - of_draft
     kernel_ms = context_bytes / chip.bandwidth * 1e3 if calls else 0.0
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     flops = float(cost.get("flops", 0.0))
@@ -81,6 +85,7 @@ def report_of(program, chip, context_bytes=0):
         flops=flops,
         bytes=float(cost.get("bytes accessed", 0.0)),
         kernel_calls=calls,
+        draft_kernel_calls=of_draft,
         kernel_ms=kernel_ms,
         estimated_ms=float(cost.get("optimal_seconds", 0.0)) * 1e3 + kernel_ms,
         roofline_ms=max(arguments / chip.bandwidth, flops / chip.flops) * 1e3,

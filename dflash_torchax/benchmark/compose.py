@@ -93,10 +93,9 @@ def _sizes(name, given, block_sizes, draft):
 
 def _engine(base, draft, block_size):
     """An engine on the target and weights of `base`; without a draft it looks the tokens up in the prompt."""
-    shared = (base.decoder.target, base.params.target)
     if draft is None:
-        return Engine(None, PromptLookup(block_size), _shared=shared)
-    return Engine(None, draft, block_size=block_size, _shared=shared)
+        return Engine(base, PromptLookup(block_size))
+    return Engine(base, draft, block_size=block_size)
 
 
 def load_eagle3(path):

@@ -8,63 +8,22 @@ import jax
 import jax.numpy as jnp
 
 from .. import bridge
-from .learner import Outcome, take
-from .losses import accepted, position_weights, weighted_loss
+from .learner import Learner, take
 
 
-class DFlashLearner:
-    """Loss and acceptance of a DFlash draft on a batch.
-
-    Args:
-        draft: `DFlashDraftModel`; its weights are where training starts.
-        target: `target.Target`.
-        recipe: `Recipe`.
-    """
+class DFlashLearner(Learner):
+    """`Learner` of a `DFlashDraftModel`."""
 
     def __init__(self, draft, target, recipe):
-        draft.config.check_fits(target)
-        self.target, self.recipe, self.config = target, recipe, draft.config
-        self.block_size = draft.config.block_size
+        super().__init__(draft, target, recipe, fixed={name for name, _ in draft.named_buffers()})
         self.taps = draft.config.target_layer_ids
-        self.run = bridge.functionalize(draft, target.run.platform)
-        names = {name for name, _ in draft.named_parameters()}
-        tensors = bridge.params_of(draft, dtype=jnp.float32)
-        self.params = {name: tensor for name, tensor in tensors.items() if name in names}
-        self.buffers = {name: tensor for name, tensor in tensors.items() if name not in names}
 
-    def outcome(self, params, frozen, batch, anchors, exists):
-        """`Outcome` of the draft at `anchors` int32 [rows, anchors] (where `exists`).
-
-        Args:
-            params: the draft's trainable parameters.
-            frozen: `Frozen`.
-            batch: `Batch`.
-        """
-        offsets = jnp.arange(self.block_size, dtype=jnp.int32)
-        positions = anchors[..., None] + offsets  # [rows, anchors, block]
-        labels = take(batch.ids, positions[..., 1:])
-        real = exists[..., None] & (positions[..., 1:] < batch.lengths[:, None, None])
-        hidden = self._hidden(params, frozen, batch, positions)[:, :, 1:]
+    def _logits(self, params, frozen, hidden):
         logits = self.target.unembed(frozen.head, hidden.astype(self.target.dtype))
-        logits = self.run(self._tensors(params, frozen), lambda draft, x: draft.finish_logits(x), logits).astype(jnp.float32)
-        columns = labels if frozen.columns is None else frozen.columns[labels]
-        extra = {}
-        if self.recipe.losses.needs_target:
-            final = batch.features[..., -self.target.hidden_size :]
-            extra["target_hidden"] = take(final, positions[..., :-1])
-            extra["hidden"] = hidden
-            if self.recipe.losses.distillation:
-                extra["target_logits"] = self.target.head(frozen.head, extra["target_hidden"].astype(self.target.dtype))
-        weights = real * position_weights(self.block_size, self.recipe.gamma)
-        loss, terms = weighted_loss(logits, columns, weights, self.recipe.losses, **extra)
-        return Outcome(loss, terms, accepted(logits, columns, real), exists)
-
-    def _tensors(self, params, frozen):
-        dtype = self.recipe.compute_dtype
-        return {**{name: value.astype(dtype) for name, value in params.items()}, **frozen.buffers}
+        return self.run(self._tensors(params, frozen), lambda draft, x: draft.finish_logits(x), logits)
 
     def _hidden(self, params, frozen, batch, positions):
-        """[rows, anchors, block, hidden]: the draft's hidden states of every block."""
+        """[rows, anchors, block - 1, hidden]: the draft's hidden states of every block, without its anchor's."""
         rows, count, block = positions.shape
         dtype = self.recipe.compute_dtype
         masks = jnp.full((rows, count, block - 1), self.config.mask_token_id, jnp.int32)
@@ -86,7 +45,7 @@ class DFlashLearner:
 
         hidden = self.run(self._tensors(params, frozen), body, feature.astype(dtype), noise.astype(dtype), slots,
                           positions.reshape(rows, -1))
-        return hidden.reshape(rows, count, block, -1)
+        return hidden.reshape(rows, count, block, -1)[:, :, 1:]
 
 
 def block_attention(query, key, value, context_key, context_value, sees_context, sees_block, *, scaling):

@@ -1,7 +1,6 @@
 """What every learner shares: its batch, its recipe, what it reads without training it, and where its blocks stand.
 
-A learner has `params` (trained, float32), `buffers`, `taps`, `block_size` and
-`outcome(params, frozen, batch, anchors, exists) -> Outcome`.
+A learner has `params` (trained, float32), `buffers`, `taps`, `block_size` and `outcome(params, frozen, batch, anchors, exists)`.
 """
 
 import dataclasses
@@ -10,7 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .losses import LossWeights
+from .. import bridge
+from .losses import LossWeights, accepted, position_weights, weighted_loss
 
 
 class Batch(NamedTuple):
@@ -58,6 +58,57 @@ class Frozen(NamedTuple):
     head: dict
     columns: object
     buffers: dict
+
+
+class Learner:
+    """Loss and acceptance of a draft on a batch.
+
+    Args:
+        draft: the HF module; its weights are where training starts.
+        target: `target.Target`.
+        recipe: `Recipe`.
+        fixed: names of the draft's tensors that are read but not trained.
+
+    A subclass sets `taps` and gives `_hidden(params, frozen, batch, positions)`, the draft's states that guess
+    positions[..., 1:], and `_logits(params, frozen, hidden)`.
+    """
+
+    def __init__(self, draft, target, recipe, fixed):
+        draft.config.check_fits(target)
+        self.target, self.recipe, self.config = target, recipe, draft.config
+        self.block_size = draft.config.block_size
+        self.run = bridge.functionalize(draft, target.run.platform)
+        tensors = bridge.params_of(draft, dtype=jnp.float32)
+        self.params = {name: tensor for name, tensor in tensors.items() if name not in fixed}
+        self.buffers = {name: tensor for name, tensor in tensors.items() if name in fixed}
+
+    def outcome(self, params, frozen, batch, anchors, exists):
+        """`Outcome` of the draft at `anchors` int32 [rows, anchors] (where `exists`).
+
+        Args:
+            params: the draft's trainable parameters.
+            frozen: `Frozen`.
+            batch: `Batch`.
+        """
+        positions = anchors[..., None] + jnp.arange(self.block_size, dtype=jnp.int32)  # [rows, anchors, block]
+        labels = take(batch.ids, positions[..., 1:])
+        real = exists[..., None] & (positions[..., 1:] < batch.lengths[:, None, None])
+        hidden = self._hidden(params, frozen, batch, positions)
+        logits = self._logits(params, frozen, hidden).astype(jnp.float32)
+        columns = labels if frozen.columns is None else frozen.columns[labels]
+        extra = {}
+        if self.recipe.losses.needs_target:
+            final = batch.features[..., -self.target.hidden_size :]
+            extra = {"target_hidden": take(final, positions[..., :-1]), "hidden": hidden}
+            if self.recipe.losses.distillation:
+                extra["target_logits"] = self.target.head(frozen.head, extra["target_hidden"].astype(self.target.dtype))
+        weights = real * position_weights(self.block_size, self.recipe.gamma)
+        loss, terms = weighted_loss(logits, columns, weights, self.recipe.losses, **extra)
+        return Outcome(loss, terms, accepted(logits, columns, real), exists)
+
+    def _tensors(self, params, frozen):
+        dtype = self.recipe.compute_dtype
+        return {**{name: value.astype(dtype) for name, value in params.items()}, **frozen.buffers}
 
 
 def sample_anchors(key, batch, count):
