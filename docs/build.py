@@ -11,13 +11,15 @@ import re
 import sys
 from pathlib import Path
 
+import tpu_estimates
+
 import dflash_torchax
 from dflash_torchax.benchmark import plots, report, scaling
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 BENCHMARK = DOCS / "results" / "benchmark.json"
-README_BLOCK = re.compile(r"(<!-- results:begin -->\n).*?(<!-- results:end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- results:begin -->\n).*?(<!-- results:end -->)", re.DOTALL)
 
 _HOW = """\
 Made by `make results`: one run of `dflash-torchax benchmark`. Its raw records are in
@@ -81,9 +83,9 @@ def readme_block(document):
     return "\n\n".join(parts) + "\n"
 
 
-def with_readme_block(text, document):
-    """README text with its block filled; unchanged where it has no marks."""
-    return README_BLOCK.sub(lambda match: match[1] + "\n" + readme_block(document) + "\n" + match[2], text)
+def with_block(text, block):
+    """A page with the block between its marks replaced; unchanged where it has no marks."""
+    return _BLOCK.sub(lambda match: match[1] + "\n" + block + "\n" + match[2], text)
 
 
 def api_page():
@@ -150,7 +152,9 @@ def pages():
         document, readme = benchmark_document(), ROOT / "README.md"
         made[DOCS / "results.md"] = results_page(document)
         if readme.is_file():
-            made[readme] = with_readme_block(readme.read_text(encoding="utf-8"), document)
+            made[readme] = with_block(readme.read_text(encoding="utf-8"), readme_block(document))
+    estimates = json.loads(tpu_estimates.FILE.read_text(encoding="utf-8"))
+    made[DOCS / "tpu.md"] = with_block((DOCS / "tpu.md").read_text(encoding="utf-8"), tpu_estimates.block(estimates))
     return made
 
 

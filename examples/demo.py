@@ -81,7 +81,7 @@ def measure(model, draft, inputs, options, repeats, console):
 
 def table_of(rows):
     table = Table(title="measured in this run, float32, batch 1")
-    for column in ("method", "tokens", "tau", "accepted", "ms/token", "vs HF", "vs plain", "compile", "= HF"):
+    for column in ("method", "tokens", "tau", "ms/token", "vs HF", "vs plain", "compile", "= HF"):
         table.add_column(column, justify="left" if column == "method" else "right")
     reference = rows["HF"]
     per_token_of = lambda row: statistics.median(row["seconds"]) / row["tokens"]
@@ -93,7 +93,6 @@ def table_of(rows):
             name,
             str(row["tokens"]),
             f"{stats.acceptance_length:.2f}" if stats else "-",
-            f"{stats.acceptance_rate:.0%}" if stats else "-",
             f"{1e3 * per_token:.1f}",
             f"{per_token_of(reference) / per_token:.2f}x",
             f"{per_token_of(rows['plain loop']) / per_token:.2f}x",

@@ -1,6 +1,7 @@
 """Law: generated pages say what the committed JSON says, and links lead somewhere."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -17,7 +18,9 @@ def build():
     """docs/build.py as a module."""
     spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs")
+        spec.loader.exec_module(module)
     return module
 
 
@@ -35,17 +38,25 @@ def test_readme_block_is_made_from_the_committed_json(build, document):
     if not readme.is_file() or "<!-- results:begin -->" not in readme.read_text():
         pytest.skip("README.md has no results block")
     text = readme.read_text()
-    assert build.with_readme_block(text, document) == text
+    assert build.with_block(text, build.readme_block(document)) == text
+
+
+def test_the_tpu_table_is_made_from_the_committed_json(build):
+    estimates = build.tpu_estimates
+    text, block = (ROOT / "docs" / "tpu.md").read_text(), estimates.block(json.loads(estimates.FILE.read_text()))
+    assert block in text
+    assert build.with_block(text, block) == text
 
 
 def test_a_readme_block_is_filled_and_nothing_else(build, document):
     text = "# Title\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n"
-    once = build.with_readme_block(text, document)
+    block = build.readme_block(document)
+    once = build.with_block(text, block)
     assert once.startswith("# Title\n<!-- results:begin -->\n")
     assert once.endswith("<!-- results:end -->\nafter\n")
     assert "old" not in once
-    assert build.with_readme_block(once, document) == once
-    assert build.with_readme_block("no marks", document) == "no marks"
+    assert build.with_block(once, block) == once
+    assert build.with_block("no marks", block) == "no marks"
 
 
 def test_committed_figures_follow_from_the_committed_records(document):

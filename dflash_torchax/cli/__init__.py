@@ -63,19 +63,22 @@ def main(argv=None):
         return output.EXIT_ERROR
 
 
+class _Parser(argparse.ArgumentParser):
+    """Keeps the lines of its examples as they are, and those of its subcommands."""
+
+    def __init__(self, **options):
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
+
+
 def _parser(argv):
-    formatter = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dflash-torchax",
         description="DFlash speculative decoding for Hugging Face models through torchax and XLA.",
         epilog=_EPILOG,
-        **formatter,
     )
     parser.add_argument("--version", action="version", version=f"dflash-torchax {VERSION}")
     _add_debug(parser)
-    subparsers = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=lambda **kw: argparse.ArgumentParser(**{**formatter, **kw})
-    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # Only the command asked for is imported; --help and a misspelt name need them all.
     asked = next((word for word in argv if not word.startswith("-")), None)
     for name in (asked,) if asked in COMMANDS else COMMANDS:
