@@ -6,9 +6,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 # What the published tables compare; the rest of the command is in docs/results/benchmark.json.
-RESULTS_METHODS ?= ar,dflash:2,dflash:4,dflash:8,hf,zlab
-RESULTS_PROMPTS ?= 10
-RESULTS_SETS ?= --prompts gsm8k=dflash_torchax/benchmark/data/prompts/gsm8k.jsonl
+RESULTS_METHODS ?= ar,dflash:2,dflash:4,dflash:8,prompt-lookup:4,hf,zlab
+RESULTS_PROMPTS ?= 6
+RESULTS_SETS ?= $(foreach set,gsm8k code chat,--prompts $(set)=dflash_torchax/benchmark/data/prompts/$(set).jsonl)
 
 .PHONY: .venv demo results docs test test-slow test-tpu-compile lint clean
 

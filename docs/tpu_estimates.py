@@ -36,7 +36,8 @@ def estimate():
             document[f"{preset} {topology} tp{tp}"] = _cli("compile", "--json", *options)
     document[_STUDY] = _cli("study", "k-flat", "--output", "--preset", "qwen3-4b", "--topology", "v5p:2x2x1", "--context", 2048,
                             "--widths", "1,16,64")
-    FILE.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(result)}" for name, result in document.items())
+    FILE.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 def _cli(*words):
@@ -56,7 +57,7 @@ def block(document):
         if name != _STUDY:
             plain, step = pair["programs"]
             rows.append([
-                f"{pair['preset']}, block {step['width']}", f"{pair['topology']}, {pair['tp']}", f"{plain['estimated_ms']:.2f}",
+                f"{name.split()[0]}, block {step['width']}", f"{pair['topology']}, {pair['tp']}", f"{plain['estimated_ms']:.2f}",
                 f"{step['estimated_ms']:.2f}", f"{step['estimated_ms'] / plain['estimated_ms']:.2f}",
                 f"{plain['roofline_ms']:.2f} / {step['roofline_ms']:.2f}", f"{step['argument_bytes'] / 1e9:.2f}",
                 f"{step['temporary_bytes'] / 1e6:.0f}", f"{pair['largest_context']:,}",
