@@ -6,7 +6,7 @@ from .generate import Generate
 
 
 def enable(model, draft=None, *, block_size=None, max_length=None, cache="auto", mesh=None,
-           draft_sampling="greedy"):
+           draft_sampling=None):
     """Replace `model.generate` by a compiled one; everything else of the model stays as it is.
 
     Args:
@@ -21,7 +21,9 @@ def enable(model, draft=None, *, block_size=None, max_length=None, cache="auto",
         mesh: `jax.sharding.Mesh` to run on. Axes named "data", "dp", "batch", "fsdp" or "replica" split the batch, all
             others split heads, ffn and vocabulary, of the target and of the draft.
         draft_sampling: what is proposed where do_sample is set: "greedy" (the draft's argmax, against which the target
-            samples) or "probabilistic" (samples of the draft, accepted by rejection). Both keep the target's distribution.
+            samples: with one seed the text does not depend on the draft) or "probabilistic" (samples of the draft, accepted
+            by rejection). Both keep the target's distribution. None takes "probabilistic", which accepts a little more, for
+            a DFlash draft, and "greedy" for other drafts and with block_size="auto".
 
     Returns:
         The same model. Its weights are read now: call `enable` again after changing them.

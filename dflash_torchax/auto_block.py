@@ -86,6 +86,10 @@ class AutoEngine(Engine):
         self.segments = {w: jax.jit(self._segment(d), donate_argnums=1) for w, d in self.decoders.items()}
         self.choosers = {}  # (batch, slots) -> BlockChooser: cost depends on both
 
+    @staticmethod
+    def _default_draft_sampling(proposer):
+        return "greedy"  # widths are chosen by the clock on the wall: the text must not depend on them
+
     def run(self, request):
         chooser, state = self._chooser_for(self.start(request))
         finished = bool(jax.device_get(state.finished.all()))

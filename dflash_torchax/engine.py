@@ -76,25 +76,26 @@ class Engine:
         max_length: longest prompt + output to provide for; None sizes the caches by request.
         cache: the target's, "auto", "paged", "static" or a `PagedCache`.
         mesh: `jax.sharding.Mesh` to run on, or None for one device.
-        draft_sampling: "greedy" or "probabilistic", see `sampling.Rules`.
+        draft_sampling: "greedy" or "probabilistic", see `sampling.Rules`; None takes the proposer's default.
 
     Raises:
         ValueError, TypeError, NotImplementedError: model, draft or block_size do not fit; nothing was changed.
     """
 
     def __init__(self, model, draft=None, *, block_size=None, max_length=None, cache="auto", mesh=None,
-                 draft_sampling="greedy"):
-        if draft_sampling not in ("greedy", "probabilistic"):
+                 draft_sampling=None):
+        if draft_sampling not in (None, "greedy", "probabilistic"):
             raise ValueError(f"draft_sampling: {draft_sampling!r}; choose 'greedy' (the draft's argmax, sampled by the target) "
                              f"or 'probabilistic' (the draft's own samples, by rejection).")
         use_compilation_cache()
-        self.draft, self.draft_sampling = draft, draft_sampling
+        self.draft = draft
         self._options = {"block_size": block_size, "max_length": max_length, "cache": cache, "mesh": mesh,
                          "draft_sampling": draft_sampling}
         shared = isinstance(model, Engine)
         target, target_params = (model.decoder.target, model.params.target) if shared else _placed(model, mesh)
         self.max_length = _checked_max_length(max_length, target.max_positions)
         proposer = _proposer_for(draft, target, block_size)
+        self.draft_sampling = draft_sampling or self._default_draft_sampling(proposer)
         self.decoder = Decoder(target, proposer, cache_for(cache, target))
         self.params = Params(target_params, proposer.params)
         decoder = self.decoder
@@ -112,6 +113,10 @@ class Engine:
     def with_draft(self, draft):
         """The engine of the same model and options with another draft."""
         return type(self)(self, draft, **self._options)
+
+    @staticmethod
+    def _default_draft_sampling(proposer):
+        return getattr(proposer, "draft_sampling", "greedy")
 
     @property
     def block_size(self):

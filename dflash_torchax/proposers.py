@@ -30,6 +30,8 @@ class Proposer(Protocol):
         block_size: anchor and drafted tokens; block_size - 1 are drafted.
         taps: target layers whose outputs `inject` reads; () for none.
         params: the proposer's own parameters, a pytree passed to each method.
+
+    A proposer whose `propose` can sample says `draft_sampling = "probabilistic"`, its default; others propose their argmax.
     """
 
     block_size: int
@@ -87,6 +89,8 @@ class DFlash:
     Raises:
         ValueError: the draft does not fit the target or the block size is out of range.
     """
+
+    draft_sampling = "probabilistic"
 
     def __init__(self, draft, target, block_size=None, params=None):
         config = draft.config

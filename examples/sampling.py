@@ -1,4 +1,4 @@
-"""Sampling keeps the target's distribution; with one seed the text does not depend on the draft or the block size."""
+"""Sampling keeps the target's distribution; with greedy proposals and one seed the text does not depend on the block size."""
 
 import argparse
 
@@ -19,7 +19,7 @@ options = {"max_new_tokens": args.max_new_tokens, "do_sample": True, "temperatur
 
 texts = []
 for block_size in (None, 4):
-    dflash.enable(model, draft, block_size=block_size)
+    dflash.enable(model, draft, block_size=block_size, draft_sampling="greedy")
     torch.manual_seed(args.seed)
     output = model.generate(**inputs, **options, repetition_penalty=1.1)
     texts.append(tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))

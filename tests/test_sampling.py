@@ -171,7 +171,7 @@ def test_greedy_proposals_do_not_change_the_sample(model):
     """One number per row and position: the text is the same with any draft, block size, and without one."""
     outputs = []
     for draft, block_size in ((None, None), (random_draft(model), 8), (random_draft(model), 3), (Table(model, -1.0), None)):
-        with enabled(model, draft, block_size=block_size):
+        with enabled(model, draft, block_size=block_size, draft_sampling="greedy"):
             torch.manual_seed(1)
             outputs.append(model.generate(torch.tensor([PROMPT] * 3), max_new_tokens=25, **neutral(temperature=1.5)))
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
