@@ -1,7 +1,10 @@
 """Shared set-up: tiny models gain nothing from more torch threads, which would fight XLA's for the cores."""
 
 import os
+import signal
 
+# A shell starts background jobs with SIGINT ignored, and the processes that tests interrupt would inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import torch  # noqa: E402
