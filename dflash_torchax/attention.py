@@ -16,7 +16,7 @@ from . import bridge
 
 # Without "flash" in it: HF would go looking for a flash attention kernel of that name.
 IMPLEMENTATION = "torchax_by_position"
-_VIEW = contextvars.ContextVar("dflash_torchax_attention_view")
+_VIEW: contextvars.ContextVar["AttentionView"] = contextvars.ContextVar("dflash_torchax_attention_view")
 
 
 @dataclasses.dataclass

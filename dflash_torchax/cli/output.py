@@ -91,7 +91,7 @@ def tidy_terminal():
 
 
 # An exception that a signal raises inside a callback of a library is printed and lost; what was asked for is kept here.
-_asked = []
+_asked: list[BaseException] = []
 
 
 def _on_sigterm(signum, frame):
