@@ -1,6 +1,7 @@
 # make demo: generate with the embedded pair and print a table measured in this run (PROMPT="..." overrides)
 # make test: the fast tests
 # make results: measure the tables of README and docs on this machine (about 8 minutes on 2 cores), then make docs
+# make results-math: the same for ten math prompts alone (about 5 minutes)
 # make docs: build generated pages from docs/results/*.json and docstrings
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +11,7 @@ RESULTS_METHODS ?= ar,dflash:2,dflash:4,dflash:8,prompt-lookup:4,hf,zlab
 RESULTS_PROMPTS ?= 6
 RESULTS_SETS ?= $(foreach set,gsm8k code chat,--prompts $(set)=dflash_torchax/benchmark/data/prompts/$(set).jsonl)
 
-.PHONY: .venv demo results docs test test-slow test-tpu-compile lint clean
+.PHONY: .venv demo results results-math docs test test-slow test-tpu-compile lint clean
 
 demo: .venv
 	$(BIN)/python examples/demo.py $(if $(PROMPT),--prompt "$$PROMPT")
@@ -27,6 +28,10 @@ test-tpu-compile: .venv
 
 results: .venv
 	$(BIN)/dflash-torchax benchmark --methods $(RESULTS_METHODS) $(RESULTS_SETS) --num-prompts $(RESULTS_PROMPTS) --max-new-tokens 64 --output docs/results/benchmark.json
+	$(BIN)/python docs/build.py
+
+results-math: .venv
+	$(BIN)/dflash-torchax benchmark --methods ar,dflash:2,dflash:4,dflash:8,hf,zlab --prompts gsm8k=dflash_torchax/benchmark/data/prompts/gsm8k.jsonl --num-prompts 10 --max-new-tokens 64 --output docs/results/math.json
 	$(BIN)/python docs/build.py
 
 docs: .venv

@@ -18,7 +18,7 @@ from dflash_torchax.benchmark import plots, report, scaling
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-BENCHMARK = DOCS / "results" / "benchmark.json"
+BENCHMARK, MATH = DOCS / "results" / "benchmark.json", DOCS / "results" / "math.json"
 _BLOCK = re.compile(r"(<!-- results:begin -->\n).*?(<!-- results:end -->)", re.DOTALL)
 
 _HOW = """\
@@ -80,7 +80,17 @@ def readme_block(document):
     )
     parts += [line for line in report.notes(document) if "busy" in line]
     parts.append(f"Measured {report.environment_line(document)}.")
+    parts.append(_math_line(json.loads(MATH.read_text(encoding="utf-8"))))
     return "\n\n".join(parts) + "\n"
+
+
+def _math_line(document):
+    """One sentence of a run over math prompts alone."""
+    rows = [dict(zip(report.COLUMNS, row, strict=True)) for row in next(iter(report.tables(document)))[1]]
+    cells = [f"{row['method']} {row['ms/token']}" + ("" if row["tau"] == "-" else f" (tau {row['tau']})") for row in rows]
+    load = document["environment"]["load_average_at_start"]
+    return ("`make results-math`, ten math prompts alone ([results/math.json](docs/results/math.json)), ms/token: "
+            f"{', '.join(cells)}; load {load} when it began.")
 
 
 def with_block(text, block):

@@ -33,20 +33,19 @@ def estimate():
         for preset in presets:
             print(f"{preset} on {topology}, tp {tp}", flush=True)
             options = "--preset", preset, "--topology", topology, "--tp", tp, "--operations", 12
-            document[f"{preset} {topology} tp{tp}"] = _cli("compile", "--json", *options)
-    document[_STUDY] = _cli("study", "k-flat", "--output", "--preset", "qwen3-4b", "--topology", "v5p:2x2x1", "--context", 2048,
+            document[f"{preset} {topology} tp{tp}"] = _cli("--json", "compile", *options)
+    document[_STUDY] = _cli("--output", "study", "k-flat", "--preset", "qwen3-4b", "--topology", "v5p:2x2x1", "--context", 2048,
                             "--widths", "1,16,64")
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(result)}" for name, result in document.items())
     FILE.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
-def _cli(*words):
-    """The JSON that `dflash-torchax` writes to the file behind --json or --output."""
+def _cli(option, *words):
+    """The JSON that `dflash-torchax` with these words writes to the file behind `option`."""
     with tempfile.TemporaryDirectory() as folder:
-        file, words = f"{folder}/out.json", [str(word) for word in words]
-        option = next(i for i, word in enumerate(words) if word in ("--json", "--output"))
-        words.insert(option + 1, file)
-        subprocess.run([sys.executable, "-m", "dflash_torchax", *words], check=True, stdout=subprocess.DEVNULL)
+        file = f"{folder}/out.json"
+        command = [sys.executable, "-m", "dflash_torchax", *map(str, words), option, file]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return json.loads(Path(file).read_text(encoding="utf-8"))
 
 
