@@ -81,7 +81,7 @@ class AutoEngine(Engine):
         full, widths = self.block_size, [1]
         while widths[-1] < full:
             widths.append(min(widths[-1] * 2, full))
-        proposers = {w: DFlash(draft, self.decoder.target, w, self.params.draft) for w in widths}
+        proposers = {w: DFlash(draft, self.decoder.target, w, params=self.params.draft) for w in widths}
         self.decoders = {w: dataclasses.replace(self.decoder, proposer=p) for w, p in proposers.items()}
         self.segments = {w: jax.jit(self._segment(d), donate_argnums=1) for w, d in self.decoders.items()}
         self.choosers = {}  # (batch, slots) -> BlockChooser: cost depends on both

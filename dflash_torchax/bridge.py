@@ -19,7 +19,9 @@ import torch
 _TRACE_LOCK = threading.RLock()
 # Widest batch of rows for which XLA:CPU gains from the transposed product.
 _CPU_FEW_ROWS = 32
-_PLATFORM = contextvars.ContextVar("dflash_torchax_platform", default="tpu")
+_CPU_HIDING_ZEROS = 64
+# (platform, dtype of the products' operands or None) of the module being traced.
+_LOWERING = contextvars.ContextVar("dflash_torchax_lowering", default=("tpu", None))
 
 
 @functools.cache
@@ -39,8 +41,10 @@ def _environment():
 
 def _linear(x, weight, bias=None):
     """x @ weight.T + bias, shaped for how the platform multiplies few rows by a large matrix."""
-    rows = math.prod(x.shape[:-1])
-    if _PLATFORM.get() == "cpu" and 1 < rows <= _CPU_FEW_ROWS:
+    rows, (platform, products) = math.prod(x.shape[:-1]), _LOWERING.get()
+    if products is not None:
+        out = mixed_product(x.reshape(rows, x.shape[-1]), weight, products, platform).reshape(*x.shape[:-1], -1)
+    elif platform == "cpu" and 1 < rows <= _CPU_FEW_ROWS:
         out = _cpu_few_rows(x.reshape(rows, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
     else:
         out = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
@@ -55,6 +59,31 @@ def _cpu_few_rows(x, weight):
     padded = jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)))
     out = jax.lax.optimization_barrier(jax.lax.dot_general(weight, padded, (((1,), (1,)), ((), ()))))
     return out[:, : x.shape[0]].T
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def mixed_product(x, weight, dtype, platform):
+    """x [rows, in] @ weight [out, in].T with operands rounded to `dtype` and accumulated in float32, gradients too."""
+    return _dot_last(x.astype(dtype), weight.astype(dtype))
+
+
+def _mixed_forward(x, weight, dtype, platform):
+    x, weight = x.astype(dtype), weight.astype(dtype)
+    return _dot_last(x, weight), (x, weight)
+
+
+def _mixed_backward(dtype, platform, operands, gradient):
+    # XLA:CPU widens the operands of a product that it sees is of a transpose; zeros behind it keep it from seeing.
+    hide = lambda a: jnp.pad(a, ((0, 0), (0, _CPU_HIDING_ZEROS))) if platform == "cpu" else a
+    (x, weight), gradient = operands, gradient.astype(dtype)
+    return _dot_last(hide(gradient), hide(weight.T)), _dot_last(hide(gradient.T), hide(x.T))
+
+
+mixed_product.defvjp(_mixed_forward, _mixed_backward)
+
+
+def _dot_last(a, b):
+    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def torch_view(tree):
@@ -73,11 +102,13 @@ class Functional:
     Args:
         module: any `nn.Module`; its own tensors are never read here and may be on the meta device.
         platform: "cpu" or "tpu", the device the traced program is compiled for.
+        products: dtype that the operands of linear layers are rounded to, accumulating in float32; None computes in theirs.
     """
 
-    def __init__(self, module, platform):
+    def __init__(self, module, platform, products=None):
         self.module = module
         self.platform = platform
+        self.products = products
         self.aliases = _aliases(module)
 
     def __call__(self, params, body, *args):
@@ -88,7 +119,7 @@ class Functional:
         """
         swapped = {f"module.{name}": params[name] for name in params}
         swapped |= {f"module.{name}": params[owner] for name, owner in self.aliases.items()}
-        token = _PLATFORM.set(self.platform)
+        token = _LOWERING.set((self.platform, self.products))
         try:
             # A TPU would multiply float32 in bfloat16 passes by default; bfloat16 operands are not affected.
             with _TRACE_LOCK, _environment(), torch.no_grad(), jax.default_matmul_precision("highest"):
@@ -97,7 +128,7 @@ class Functional:
                 )
                 return jax_view(result)
         finally:
-            _PLATFORM.reset(token)
+            _LOWERING.reset(token)
 
 
 class _Body(torch.nn.Module):
@@ -111,9 +142,9 @@ class _Body(torch.nn.Module):
         return body(self.module, *args)
 
 
-def functionalize(module, platform):
-    """`Functional(module, platform)`: see there."""
-    return Functional(module, platform)
+def functionalize(module, platform, products=None):
+    """`Functional(module, platform, products)`: see there."""
+    return Functional(module, platform, products)
 
 
 def _named_tensors(module):

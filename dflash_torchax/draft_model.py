@@ -12,6 +12,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+# Beside config.json where a draft guesses among some of the target's ids only; others that read z-lab's layout ignore it.
+VOCABULARY_FILE = "draft_vocabulary.json"
+
 
 class DFlashAttention(nn.Module):
     """Projections of one draft layer; the context's K/V depend on the context feature alone."""
@@ -70,11 +73,13 @@ class DFlashDraftModel(nn.Module):
 
     Args:
         config: a `DFlashConfig`.
+        vocabulary: target ids it guesses among, ascending int64 [n]; None guesses among all.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, vocabulary=None):
         super().__init__()
         self.config = config
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
         backbone = config.backbone
         self.layers = nn.ModuleList(DFlashLayer(config, i) for i in range(backbone.num_hidden_layers))
         self.norm = Qwen3RMSNorm(backbone.hidden_size, eps=backbone.rms_norm_eps)

@@ -94,7 +94,7 @@ class Engine:
         shared = isinstance(model, Engine)
         target, target_params = (model.decoder.target, model.params.target) if shared else _placed(model, mesh)
         self.max_length = _checked_max_length(max_length, target.max_positions)
-        proposer = _proposer_for(draft, target, block_size)
+        proposer = _proposer_for(draft, target, target_params, block_size)
         self.draft_sampling = draft_sampling or self._default_draft_sampling(proposer)
         self.decoder = Decoder(target, proposer, cache_for(cache, target))
         self.params = Params(target_params, proposer.params)
@@ -262,7 +262,7 @@ def _checked_max_length(max_length, max_positions):
     return max_length
 
 
-def _proposer_for(draft, target, block_size):
+def _proposer_for(draft, target, target_params, block_size):
     if block_size is not None and (type(block_size) is not int or block_size < 1):
         raise ValueError(f"block_size: {block_size!r}; give an integer of at least 1 (the anchor and the drafted tokens).")
     if draft is None:
@@ -272,7 +272,7 @@ def _proposer_for(draft, target, block_size):
     if hasattr(draft, "propose") and hasattr(draft, "inject"):
         return draft
     if hasattr(draft, "denoise") and hasattr(draft, "inject_context"):
-        return DFlash(draft, target, block_size)
+        return DFlash(draft, target, block_size, target_params=target_params)
     if hasattr(draft, "fuse") and hasattr(draft, "advance"):
         return Eagle3(draft, target, block_size)
     raise TypeError(f"draft: expected the result of load_draft(...), got {type(draft).__name__}")

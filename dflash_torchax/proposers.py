@@ -1,7 +1,7 @@
 """Proposers: what drafts the tokens of a block. All share the target, the loop and the acceptance."""
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +47,17 @@ class Proposer(Protocol):
     def propose(self, params, target_params, state): ...
 
 
-def propose_from(logits, state, cache):
+def propose_from(logits, state, cache, ids=None, vocab_size=None):
     """A `Proposal` from a draft's logits [batch, block_size - 1, vocab], as the call's rules ask for it.
 
     What penalises or forbids words for the target does so here too, with the committed text as the prefix.
+    Logits of some `ids` of the vocabulary only become those of all `vocab_size`, the others at -inf, where rules read them.
     """
     rules, width = state.rules, logits.shape[1]
+    if ids is not None and not rules.samples_drafts and not rules.processors:
+        return Proposal(ids[greedy(logits)], cache)
+    if ids is not None:
+        logits = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, logits.dtype).at[..., ids].set(logits)
     prefix = prefix_of(state, state.tokens, width)
     if rules.samples_drafts:
         tokens, logits = sample_draft(rules, logits, prefix)
@@ -78,6 +83,13 @@ class Autoregressive:
         return Proposal(jnp.zeros((state.lengths.shape[0], 0), jnp.int32), state.draft_cache)
 
 
+class DraftParams(NamedTuple):
+    """A DFlash draft's own tensors, and what replaces the target's for its logits: the rows of its vocabulary, or nothing."""
+
+    draft: dict
+    head: dict
+
+
 class DFlash:
     """Block-diffusion drafting: one forward of the draft proposes the whole block.
 
@@ -85,6 +97,8 @@ class DFlash:
         draft: `DFlashDraftModel`.
         target: `target.Target`, whose embedding and output embedding the draft uses.
         block_size: at most the trained one; None takes it.
+        target_params: the target's weights, read once where the draft has a vocabulary of its own.
+        params: another `DFlash`'s of the same draft, to share them.
 
     Raises:
         ValueError: the draft does not fit the target or the block size is out of range.
@@ -92,7 +106,7 @@ class DFlash:
 
     draft_sampling = "probabilistic"
 
-    def __init__(self, draft, target, block_size=None, params=None):
+    def __init__(self, draft, target, block_size=None, *, target_params=None, params=None):
         config = draft.config
         config.check_fits(target)
         trained = config.block_size
@@ -103,7 +117,15 @@ class DFlash:
         self.config = config
         self.taps = config.target_layer_ids
         self.run = bridge.functionalize(draft, target.run.platform)
-        self.params = reshard(params or bridge.params_of(draft, dtype=target.dtype), target.placement, config.backbone)
+        self.params = params or self._params(draft, target_params)
+
+    def _params(self, draft, target_params):
+        target = self.target
+        tensors = reshard(bridge.params_of(draft, dtype=target.dtype), target.placement, self.config.backbone)
+        if draft.vocabulary is None:
+            return DraftParams(tensors, {})
+        rows = target.head_rows(target_params, tensors["vocabulary"])
+        return DraftParams(tensors, reshard(rows, target.placement, target.config))
 
     @property
     def layout(self):
@@ -117,7 +139,7 @@ class DFlash:
 
     def inject(self, params, cache, feature, starts, positions):
         with jax.named_scope("inject_context"):
-            pairs = self.run(params, lambda draft, *args: draft.inject_context(*args), feature, positions)
+            pairs = self.run(params.draft, lambda draft, *args: draft.inject_context(*args), feature, positions)
         for layer, (key, value) in enumerate(pairs):
             cache = cache.write(layer, key, value, starts)
         return cache
@@ -126,9 +148,13 @@ class DFlash:
         if self.block_size == 1:  # nothing to draft; the context is kept for wider steps
             return Autoregressive.propose(self, params, target_params, state)
         hidden, cache = self.denoise(params, target_params, state)
-        logits = self.target.unembed(target_params, hidden[:, 1:])
-        logits = self.run(params, lambda draft, logits: draft.finish_logits(logits), logits)
-        return propose_from(logits.astype(jnp.float32), state, cache)
+        logits = self.logits(params, target_params, hidden[:, 1:])
+        return propose_from(logits, state, cache, params.draft.get("vocabulary"), self.target.head_size)
+
+    def logits(self, params, target_params, hidden):
+        """Float32 logits [..., n] over the draft's vocabulary, which is the target's unless it has its own."""
+        logits = self.target.unembed({**target_params, **params.head}, hidden)
+        return self.run(params.draft, lambda draft, logits: draft.finish_logits(logits), logits).astype(jnp.float32)
 
     def denoise(self, params, target_params, state):
         """The draft's hidden states [batch, block_size, hidden] of the next block, and its cache.
@@ -154,5 +180,5 @@ class DFlash:
 
         with jax.named_scope("draft"):
             embedded = self.target.embed(target_params, block) * self.config.input_embedding_scale
-            hidden = self.run(params, lambda draft, *args: draft.denoise(*args, attend), embedded, positions)
+            hidden = self.run(params.draft, lambda draft, *args: draft.denoise(*args, attend), embedded, positions)
         return hidden, cache

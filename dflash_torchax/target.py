@@ -36,15 +36,16 @@ class Target:
         model: an HF `PreTrainedModel` with a head; on the CPU or on meta.
         platform: "cpu" or "tpu".
         placement: `sharding.Placement`, where arrays live; the default is one device.
+        products: dtype of the linear layers' operands, see `bridge.Functional`; None computes in the weights' dtype.
 
     Raises:
         NotImplementedError: the architecture cannot keep a position-addressed KV cache; names the reason.
     """
 
-    def __init__(self, model, platform, placement=Placement()):  # noqa: B008 (frozen)
+    def __init__(self, model, platform, placement=Placement(), products=None):  # noqa: B008 (frozen)
         _refuse_unsupported(model)
         self.skeleton = _skeleton_of(model)
-        self.run = bridge.functionalize(self.skeleton, platform)
+        self.run = bridge.functionalize(self.skeleton, platform, products)
         self.placement = placement
         self.is_streamed = model.device.type == "meta"
         self.config = self.skeleton.config.get_text_config(decoder=True)
@@ -105,6 +106,20 @@ class Target:
         """[..., hidden] draft hidden states -> [..., vocab] through the bare output embedding."""
         with jax.named_scope("unembed"):
             return self.run(params, lambda model, hidden: model.get_output_embeddings()(hidden), hidden)
+
+    def head_rows(self, params, ids):
+        """The tensors of the output embedding cut to rows `ids` int32 [n]: name -> array, to put over `params`.
+
+        `head` and `unembed` on the result give the logits of those ids only, in that order, through HF's own code. Nothing
+        else may read it: with tied weights the input embedding is cut as well.
+        """
+        owned = {id(tensor) for tensor in self.skeleton.get_output_embeddings().parameters()}
+        names = {self.run.aliases.get(name, name)
+                 for name, tensor in self.skeleton.named_parameters(remove_duplicate=False) if id(tensor) in owned}
+        cut = lambda tensors: {name: jnp.take(tensor, ids, axis=0) for name, tensor in tensors.items()}
+        tensors = {name: params[name] for name in names}
+        abstract = any(isinstance(tensor, jax.ShapeDtypeStruct) for tensor in tensors.values())
+        return jax.eval_shape(cut, tensors) if abstract else cut(tensors)
 
     def _probe(self):
         """Trace one token abstractly: (cache layout per layer, hidden size, width of the logits)."""

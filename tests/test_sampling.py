@@ -90,8 +90,15 @@ class Table:
 
 
 def draft_of(model, kind):
-    return {"random": lambda: random_draft(model, block_size=3), "perfect": lambda: Table(model, 1.0),
-            "wrong": lambda: Table(model, -1.0)}[kind]()
+    return {"random": lambda: random_draft(model, block_size=3), "few words": lambda: few_words(model),
+            "perfect": lambda: Table(model, 1.0), "wrong": lambda: Table(model, -1.0)}[kind]()
+
+
+def few_words(model):
+    """A draft that guesses among some of the target's words only."""
+    draft = random_draft(model, block_size=3)
+    draft.vocabulary = torch.tensor([0, 2, 3])
+    return draft
 
 
 def sampled_counts(model, setting):
@@ -118,13 +125,13 @@ def deviation(counts, probs):
 
 
 def _slow_unless(setting, kind, mode):
-    fast = {("temperature", "random", "greedy"), ("temperature", "random", "probabilistic"), ("top_p", "perfect", "probabilistic"),
-            ("top_k", "wrong", "probabilistic"), ("min_p", "perfect", "greedy")}
+    fast = {("temperature", "random", "greedy"), ("temperature", "few words", "probabilistic"),
+            ("top_p", "perfect", "probabilistic"), ("top_k", "wrong", "probabilistic"), ("min_p", "perfect", "greedy")}
     return [] if (setting, kind, mode) in fast else pytest.mark.slow
 
 
 CASES = [pytest.param(*case, marks=_slow_unless(*case))
-         for case in itertools.product(SETTINGS, ("random", "perfect", "wrong"), ("greedy", "probabilistic"))]
+         for case in itertools.product(SETTINGS, ("random", "few words", "perfect", "wrong"), ("greedy", "probabilistic"))]
 
 
 @pytest.mark.parametrize(("setting", "kind", "mode"), CASES)

@@ -44,7 +44,9 @@ def target_folder(trained_on, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("method", "extra"), [
-    ("dflash", ("--layers", 1)), ("eagle3", ("--draft-vocabulary", 80, "--taps", 0, 1, 2))], ids=["dflash", "eagle3"])
+    ("dflash", ("--layers", 1)),
+    ("dflash", ("--draft-vocabulary", 60, "--compute-dtype", "bfloat16")),
+    ("eagle3", ("--draft-vocabulary", 80, "--taps", 0, 1, 2))], ids=["dflash", "few words", "eagle3"])
 def test_one_call_makes_a_draft_and_a_second_changes_nothing(target_folder, tmp_path, method, extra):
     argv = ("--target", target_folder, "--prompts", f"{target_folder}/prompts.jsonl,task=text,hold_out=8", "--out", tmp_path,
             "--method", method, *extra, "--block-size", 4, "--max-new-tokens", 24, "--generate-batch", 8, "--steps", 60,
@@ -67,6 +69,22 @@ def test_one_call_makes_a_draft_and_a_second_changes_nothing(target_folder, tmp_
     assert tasks == {"text"}
     if method == "dflash":
         _zlab_reads(tmp_path / method / "draft")
+    if "--draft-vocabulary" in extra and method == "dflash":
+        assert len(load_draft(tmp_path / method / "draft").vocabulary) == 60
+
+
+def test_init_fixes_what_a_draft_was_trained_with_and_no_more(target_folder, tmp_path):
+    model = torch.nn.Module()
+    argv = {"init": str(tmp_path / "draft"), "taps": None, "mask_token_id": None, "layers": 3, "block_size": 5}
+    from .checkpoints import save_draft
+    from .tiny import tiny_target
+
+    save_draft(tmp_path / "draft", tiny_target())
+    draft = train._draft(argparse.Namespace(**argv), model, None)
+    assert (draft.config.block_size, len(draft.layers)) == (5, 3)
+    for option, value in (("taps", [1, 2]), ("mask_token_id", 4)):
+        with pytest.raises(ValueError, match="leave --init out"):
+            train._draft(argparse.Namespace(**{**argv, option: value}), model, None)
 
 
 def _zlab_reads(folder):

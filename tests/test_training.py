@@ -13,7 +13,7 @@ from dflash_torchax.training import corpus, vocabulary
 from dflash_torchax.training.blocks import DFlashLearner
 from dflash_torchax.training.dataset import Dataset
 from dflash_torchax.training.export import export_dflash
-from dflash_torchax.training.initial import new_dflash
+from dflash_torchax.training.initial import deepened, new_dflash
 from dflash_torchax.training.learner import Frozen, Recipe, sample_anchors
 from dflash_torchax.training.losses import LossWeights
 from dflash_torchax.training.taps import ShardFeatures, TapReader, compute_missing
@@ -88,23 +88,55 @@ def test_active_logits_are_columns_of_the_whole_ones(name):
     target, params = Target(model, "cpu"), bridge.params_of(model)
     ids = np.array([3, 10, 11, 60, 96], np.int32)
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 32)), jnp.float32)
-    cut = vocabulary.head_rows(target, params, ids)
+    cut = {**params, **target.head_rows(params, jnp.asarray(ids))}
     np.testing.assert_allclose(target.head(cut, hidden), target.head(params, hidden)[..., ids], atol=1e-5)
     assert vocabulary.columns_of(ids, 97)[[10, 12, 96]].tolist() == [1, -1, 4]
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_rounded_product_has_the_gradients_of_the_rounded_operands(platform):
+    rng = np.random.default_rng(0)
+    round_ = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16).astype(jnp.float32)
+    x, weight, out = round_(70, 33), round_(40, 33), round_(70, 40)
+    value, back = jax.vjp(lambda x, w: bridge.mixed_product(x, w, jnp.dtype(jnp.bfloat16), platform), x, weight)
+    expected, plain_back = jax.vjp(lambda x, w: x @ w.T, x, weight)
+    np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-4)
+    for ours, theirs in zip(back(out), plain_back(out), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_a_deepened_draft_starts_as_what_it_grew_from():
+    model = tiny_target()
+    draft = random_draft(model, block_size=BLOCK)
+    deeper = deepened(draft, 4)
+    assert [len(d.layers) for d in (draft, deeper)] == [2, 4]
+    assert deeper.config.backbone.num_hidden_layers == 4
+    ids, outputs = torch.tensor([[7, 8, 9, 10, 11]]), []
+    for each in (draft, deeper):
+        with enabled(model, each):
+            model.generate(ids, max_new_tokens=20, do_sample=False)
+            outputs.append(last_stats(model).accepted_per_step)
+        assert each.config.check_fits(Target(model, "cpu")) is None
+    assert outputs[0] == outputs[1]
+    assert deepened(draft, None) is deepened(draft, 2) is draft
+    with pytest.raises(ValueError, match="layers: 1, but the DFlashDraftModel to start from has 2"):
+        deepened(draft, 1)
+
+
 def test_bfloat16_compute_keeps_float32_parameters_and_about_the_same_loss():
     model = tiny_target()
-    target, params, batch = training_batch(model, (0, 2, 3))
+    _, params, batch = training_batch(model, (0, 2, 3))
     losses = {}
-    for dtype in (jnp.float32, jnp.bfloat16):
-        learner = DFlashLearner(random_draft(model, block_size=BLOCK), target, Recipe(5, 3.0, LOSSES, dtype))
+    for dtype in (None, jnp.dtype(jnp.bfloat16)):
+        target = Target(model, "cpu", products=dtype)
+        learner = DFlashLearner(random_draft(model, block_size=BLOCK), target, Recipe(5, 3.0, LOSSES))
         frozen = Frozen(params, params, None, learner.buffers)
         where = sample_anchors(jax.random.key(0), batch, 5)
         step = jax.jit(jax.value_and_grad(lambda p: learner.outcome(p, frozen, batch, *where).loss))
         losses[dtype], gradient = step(learner.params)
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((gradient, learner.params)))
-    np.testing.assert_allclose(losses[jnp.bfloat16], losses[jnp.float32], rtol=0.03)
+    np.testing.assert_allclose(losses[jnp.dtype(jnp.bfloat16)], losses[None], rtol=0.03)
+    assert losses[jnp.dtype(jnp.bfloat16)] != losses[None], "nothing was rounded"
 
 
 def _trainer(trained_on, folder, steps, **options):
@@ -117,7 +149,7 @@ def _trainer(trained_on, folder, steps, **options):
     datasets = [Dataset(corpus.read(path), layers=LAYERS) for path in (train, held_out)]
     params = bridge.params_of(model)
     active = vocabulary.occurring_ids(datasets[0].sequences, target.vocab_size)
-    head = (vocabulary.head_rows(target, params, active), vocabulary.columns_of(active, target.vocab_size))
+    head = ({**params, **target.head_rows(params, jnp.asarray(active))}, vocabulary.columns_of(active, target.vocab_size))
     return draft, Trainer(DFlashLearner(draft, target, recipe), params, schedule, *datasets, folder, head=head, **options)
 
 

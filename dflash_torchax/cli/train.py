@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 
+_BLOCK_SIZE, _EAGLE3_ROWS = 8, 4096
 STAGES = ("generate", "train", "export")
 _EPILOG = """\
 examples:
@@ -54,11 +55,12 @@ def _add_corpus(group):
 
 def _add_draft(group):
     group.add_argument("--init", help="draft to start from; by default a new one initialised from the target's last layers")
-    group.add_argument("--block-size", type=int, default=8, help="anchor and drafted tokens")
-    group.add_argument("--layers", type=int, default=2, help="depth of a new DFlash draft")
+    group.add_argument("--block-size", type=int, help="anchor and drafted tokens; 8, or what --init was trained for")
+    group.add_argument("--layers", type=int, help="depth of a DFlash draft, 2 for a new one; --init grows to it")
     group.add_argument("--taps", type=int, nargs="+", help="target layers to read, 0-based")
     group.add_argument("--mask-token-id", type=int, help="fills a DFlash block; the tokenizer's last special token by default")
-    group.add_argument("--draft-vocabulary", type=int, default=4096, help="rows of an EAGLE-3 head")
+    group.add_argument("--draft-vocabulary", type=int, metavar="N",
+                       help=f"guess among the N most frequent ids of the corpus; EAGLE-3: {_EAGLE3_ROWS}, DFlash: all")
 
 
 def _add_training(group):
@@ -91,8 +93,8 @@ def run(args):
     layers = () if args.recompute_taps else _layers(args, draft, model)
     if "generate" in stages:
         _generate(args, model, tokenizer, layers, stop)
-    if draft is None and {"train", "export"} & set(stages):
-        draft = _new_eagle3(args, model)
+    if {"train", "export"} & set(stages):
+        draft = _with_vocabulary(args, model, draft)
     trainer = None
     if "train" in stages and not stop():
         trainer = _trainer(args, model, draft)
@@ -122,23 +124,48 @@ def _draft(args, model, tokenizer):
     from ..training.initial import new_dflash
 
     if args.init:
-        return load_draft(args.init)
+        return _continued(load_draft(args.init), args)
     mask = args.mask_token_id
     if mask is None:
         rows = model.get_input_embeddings().weight.shape[0]
         mask = max((i for i in tokenizer.all_special_ids if i < rows), default=rows - 1)
         print(f"mask token: {mask} ({tokenizer.convert_ids_to_tokens(mask)})", file=sys.stderr)
-    return new_dflash(model, block_size=args.block_size, mask_token_id=mask, layers=args.layers, taps=args.taps, seed=args.seed)
+    return new_dflash(model, block_size=args.block_size or _BLOCK_SIZE, mask_token_id=mask, layers=args.layers or 2, taps=args.taps, seed=args.seed)
 
 
-def _new_eagle3(args, model):
-    from ..training import vocabulary
+def _continued(draft, args):
+    """The draft of --init with the block size and depth asked for; what it fixes cannot be asked for."""
+    import dataclasses
+
+    from ..training.initial import deepened
+
+    for option in ("taps", "mask_token_id"):
+        if getattr(args, option) is not None:
+            raise ValueError(f"--{option.replace('_', '-')}: {getattr(args, option)}, but the draft of --init was trained with "
+                             f"its own; leave it out, or leave --init out for a new draft.")
+    draft = deepened(draft, args.layers)
+    if args.block_size is not None:
+        draft.config = dataclasses.replace(draft.config, block_size=args.block_size)
+    return draft
+
+
+def _with_vocabulary(args, model, draft):
+    """What needs the corpus: a new EAGLE-3 draft, or the ids a DFlash draft is to guess among."""
+    import torch
+
     from ..training.initial import new_eagle3
-    from ..training.run import occurring
+    from ..training.run import draft_vocabulary, is_eagle3
 
-    sequences, vocab_size = occurring(args.out, model)
-    ids = vocabulary.frequent_ids(sequences, vocab_size, min(args.draft_vocabulary, vocab_size))
-    return new_eagle3(model, block_size=args.block_size, vocabulary=ids, taps=args.taps, seed=args.seed)
+    count = args.draft_vocabulary
+    if draft is not None and count is None:
+        return draft
+    if draft is not None and is_eagle3(draft):
+        raise ValueError(f"--draft-vocabulary: {count}, but the EAGLE-3 draft of --init has its own head; leave it out.")
+    ids = draft_vocabulary(args.out, args.method, model, count or _EAGLE3_ROWS)
+    if draft is None:
+        return new_eagle3(model, block_size=args.block_size or _BLOCK_SIZE, vocabulary=ids, taps=args.taps, seed=args.seed)
+    draft.vocabulary = torch.from_numpy(ids).long()
+    return draft
 
 
 def _layers(args, draft, model):

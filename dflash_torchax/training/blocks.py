@@ -19,17 +19,16 @@ class DFlashLearner(Learner):
         self.taps = draft.config.target_layer_ids
 
     def _logits(self, params, frozen, hidden):
-        logits = self.target.unembed(frozen.head, hidden.astype(self.target.dtype))
-        return self.run(self._tensors(params, frozen), lambda draft, x: draft.finish_logits(x), logits)
+        logits = self.target.unembed(frozen.head, hidden)
+        return self.run({**params, **frozen.buffers}, lambda draft, x: draft.finish_logits(x), logits)
 
     def _hidden(self, params, frozen, batch, positions):
         """[rows, anchors, block - 1, hidden]: the draft's hidden states of every block, without its anchor's."""
         rows, count, block = positions.shape
-        dtype = self.recipe.compute_dtype
         masks = jnp.full((rows, count, block - 1), self.config.mask_token_id, jnp.int32)
         ids = jnp.concatenate([take(batch.ids, positions[..., :1]), masks], axis=-1).reshape(rows, -1)
         noise = self.target.embed(frozen.target, ids) * self.config.input_embedding_scale
-        feature = batch.features[..., : len(self.taps) * self.target.hidden_size]
+        feature = batch.features[..., : len(self.taps) * self.target.hidden_size].astype(jnp.float32)
         slots = jnp.broadcast_to(jnp.arange(feature.shape[1], dtype=jnp.int32), feature.shape[:2])
         anchors = positions[..., 0]
 
@@ -43,8 +42,8 @@ class DFlashLearner(Learner):
 
             return draft.denoise(noise, positions, attend)
 
-        hidden = self.run(self._tensors(params, frozen), body, feature.astype(dtype), noise.astype(dtype), slots,
-                          positions.reshape(rows, -1))
+        tensors = {**params, **frozen.buffers}
+        hidden = self.run(tensors, body, feature, noise.astype(jnp.float32), slots, positions.reshape(rows, -1))
         return hidden.reshape(rows, count, block, -1)[:, :, 1:]
 
 

@@ -27,15 +27,15 @@ class Eagle3Learner(Learner):
         self.taps = draft.config.taps_for(target.num_layers)
 
     def _logits(self, params, frozen, hidden):
-        return self.run(self._tensors(params, frozen), lambda draft, x: draft.logits(x), hidden)
+        return self.run({**params, **frozen.buffers}, lambda draft, x: draft.logits(x), hidden)
 
     def _hidden(self, params, frozen, batch, positions):
         """[rows, anchors, block_size - 1, hidden]: the layer's outputs along every chain."""
-        tensors, dtype, anchors = self._tensors(params, frozen), self.recipe.compute_dtype, positions[..., 0]
-        feature = batch.features[..., : len(self.taps) * self.target.hidden_size].astype(dtype)
+        tensors, anchors = {**params, **frozen.buffers}, positions[..., 0]
+        feature = batch.features[..., : len(self.taps) * self.target.hidden_size].astype(jnp.float32)
         slots = jnp.broadcast_to(jnp.arange(feature.shape[1], dtype=jnp.int32), feature.shape[:2])
         following = jnp.pad(batch.ids[:, 1:], ((0, 0), (0, 1)))
-        embedded = self._embed(tensors, frozen, following).astype(dtype)
+        embedded = self._embed(tensors, frozen, following).astype(jnp.float32)
         sees_context = (slots[:, None, None] < anchors[..., None, None])
         context, chain = [], []
 
@@ -58,7 +58,7 @@ class Eagle3Learner(Learner):
         hidden = take(self.run(tensors, first, feature, embedded, slots), anchors - 1)
         outputs = [hidden]
         for step in range(self.block_size - 2):
-            embedded = self._embed(tensors, frozen, take(batch.ids, anchors + 1 + step)).astype(dtype)
+            embedded = self._embed(tensors, frozen, take(batch.ids, anchors + 1 + step)).astype(jnp.float32)
             hidden = self.run(tensors, lambda draft, *args: draft.advance(*args, along_chains), embedded, hidden, anchors + step)
             outputs.append(hidden)
         return jnp.stack(outputs, axis=2)

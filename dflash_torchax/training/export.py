@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from ..draft_model import VOCABULARY_FILE
+
 
 def export_dflash(draft, params, folder, *, dtype=torch.bfloat16, card=None):
     """Write a DFlash draft in z-lab's v1 layout, for `load_draft`, PyPI `dflash` and vLLM.
@@ -14,12 +16,14 @@ def export_dflash(draft, params, folder, *, dtype=torch.bfloat16, card=None):
     Args:
         draft: the `DFlashDraftModel` that was trained (its config is written).
         params: name -> array, its trained parameters.
-        folder: created where missing; config.json, model.safetensors (and README.md) in it are replaced.
+        folder: created where missing; config.json, model.safetensors (draft_vocabulary.json, README.md) in it are replaced.
         dtype: torch dtype of the written weights.
         card: text of README.md, or None.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if draft.vocabulary is not None:
+        (folder / VOCABULARY_FILE).write_text(json.dumps(draft.vocabulary.tolist()) + "\n")
     names = {name for name, _ in draft.named_parameters()}
     if names != set(params):
         raise ValueError(f"params: {sorted(names ^ set(params))[:3]} are in only one of params and draft; "

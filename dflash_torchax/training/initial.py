@@ -1,5 +1,8 @@
 """New drafts for a target: dimensions from its config, weights from its last layers where they have the same shape."""
 
+import copy
+import dataclasses
+
 import torch
 
 from ..config import DFlashConfig, evenly_spaced_taps
@@ -43,6 +46,33 @@ def new_dflash(model, *, block_size, mask_token_id, layers=2, taps=None, window=
             copy_matching(model, layer, depth - layers + index)
         copy_final_norm(model, draft.norm)
     return draft
+
+
+def deepened(draft, layers):
+    """A DFlash draft with `layers` layers that starts out computing what `draft` computes; None leaves it as it is.
+
+    The layers added on top are copies of its last one that contribute nothing yet: their output projections are zero.
+
+    Raises:
+        ValueError: `draft` is deeper already, or no DFlash draft.
+    """
+    depth = draft.config.backbone.num_hidden_layers
+    if layers in (None, depth):
+        return draft
+    if not isinstance(draft, DFlashDraftModel) or layers < depth:
+        raise ValueError(f"layers: {layers}, but the {type(draft).__name__} to start from has {depth}; only DFlash drafts grow.")
+    backbone = copy.deepcopy(draft.config.backbone)
+    backbone.num_hidden_layers = layers
+    if backbone.layer_types is not None:
+        backbone.layer_types = [*backbone.layer_types, *backbone.layer_types[-1:] * (layers - depth)]
+    deeper = DFlashDraftModel(dataclasses.replace(draft.config, backbone=backbone), draft.vocabulary).eval()
+    deeper.load_state_dict(draft.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer in deeper.layers[depth:]:
+            layer.load_state_dict(draft.layers[-1].state_dict())
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return deeper
 
 
 def new_eagle3(model, *, block_size, vocabulary, taps=None, seed=0):

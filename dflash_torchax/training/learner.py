@@ -41,13 +41,11 @@ class Recipe:
         anchors: random anchors per sequence and step.
         gamma: decay of the position weights.
         losses: `LossWeights`.
-        compute_dtype: dtype of the draft's forward; its parameters are kept in float32.
     """
 
     anchors: int
     gamma: float
     losses: LossWeights
-    compute_dtype: object = jnp.float32
 
 
 class Frozen(NamedTuple):
@@ -65,7 +63,7 @@ class Learner:
 
     Args:
         draft: the HF module; its weights are where training starts.
-        target: `target.Target`.
+        target: `target.Target`; the draft multiplies in its `products` dtype too.
         recipe: `Recipe`.
         fixed: names of the draft's tensors that are read but not trained.
 
@@ -77,7 +75,7 @@ class Learner:
         draft.config.check_fits(target)
         self.target, self.recipe, self.config = target, recipe, draft.config
         self.block_size = draft.config.block_size
-        self.run = bridge.functionalize(draft, target.run.platform)
+        self.run = bridge.functionalize(draft, target.run.platform, target.run.products)
         tensors = bridge.params_of(draft, dtype=jnp.float32)
         self.params = {name: tensor for name, tensor in tensors.items() if name not in fixed}
         self.buffers = {name: tensor for name, tensor in tensors.items() if name in fixed}
@@ -105,10 +103,6 @@ class Learner:
         weights = real * position_weights(self.block_size, self.recipe.gamma)
         loss, terms = weighted_loss(logits, columns, weights, self.recipe.losses, **extra)
         return Outcome(loss, terms, accepted(logits, columns, real), exists)
-
-    def _tensors(self, params, frozen):
-        dtype = self.recipe.compute_dtype
-        return {**{name: value.astype(dtype) for name, value in params.items()}, **frozen.buffers}
 
 
 def sample_anchors(key, batch, count):

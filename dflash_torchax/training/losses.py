@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from ..sampling import greedy
+
 # Width of exp(-(k-1)/gamma) for the block sizes of the paper; other sizes take half a block.
 _PAPER_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
@@ -68,7 +70,7 @@ def weighted_loss(logits, labels, weights, terms, *, hidden=None, target_hidden=
 
 def accepted(logits, labels, exists):
     """int32 [...]: drafted tokens of each block [..., positions] that agree with the labels before the first miss."""
-    agrees = (jnp.argmax(logits, axis=-1) == labels) & exists
+    agrees = (greedy(logits) == labels) & exists
     return jnp.cumprod(agrees.astype(jnp.int32), axis=-1).sum(-1)
 
 

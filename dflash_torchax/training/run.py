@@ -24,7 +24,7 @@ from .losses import LossWeights, default_gamma
 from .taps import TapReader, compute_missing, target_params_of
 from .trainer import Trainer
 
-CORPUS, HELD_OUT, DRAFT = "corpus", "held-out", "draft"
+CORPUS, HELD_OUT, DRAFT, VOCABULARY = "corpus", "held-out", "draft", "vocabulary.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +58,9 @@ class LearnOptions:
     Fields:
         anchors: random anchors per sequence and step.
         gamma: decay of the position weights; None takes the paper's for the block size.
-        active_vocabulary: train a DFlash draft on logits over the ids that occur in the corpus only.
+        active_vocabulary: train a DFlash draft that guesses among all ids on logits over those that occur in the corpus only.
         cache_taps: keep the target's hidden states on disk (True) or recompute them at every step.
-        compute_dtype: dtype of the draft's forward, "float32" or "bfloat16".
+        compute_dtype: dtype of the operands of linear layers, "float32" or "bfloat16"; all else is float32.
         devices: devices to split batches over; None uses one without a mesh.
     """
 
@@ -125,9 +125,9 @@ def make_trainer(model, draft, folder, schedule, options=LearnOptions(), *, name
         on_shard: called after each shard whose hidden states were computed.
     """
     folder, layers = Path(folder), layers_of(draft, model)
-    target, params = Target(model, jax.default_backend()), target_params_of(model)
-    recipe = Recipe(options.anchors, options.gamma or default_gamma(draft.config.block_size), options.losses,
-                    jnp.dtype(options.compute_dtype))
+    products = None if options.compute_dtype == "float32" else jnp.dtype(options.compute_dtype)
+    target, params = Target(model, jax.default_backend(), products=products), target_params_of(model)
+    recipe = Recipe(options.anchors, options.gamma or default_gamma(draft.config.block_size), options.losses)
     learner = (Eagle3Learner if is_eagle3(draft) else DFlashLearner)(draft, target, recipe)
     reader = TapReader(target, params, layers)
     shards = {part: corpus.read(folder / part) for part in (CORPUS, HELD_OUT) if (folder / part).is_dir()}
@@ -139,7 +139,9 @@ def make_trainer(model, draft, folder, schedule, options=LearnOptions(), *, name
     datasets = {part: Dataset(rows, layers=layers if options.cache_taps else None, width=width) for part, rows in shards.items()}
     run = folder / (name or ("eagle3" if is_eagle3(draft) else "dflash"))
     ids = _vocabulary(draft, datasets[CORPUS], target, run, options)
-    head = None if ids is None else (vocabulary.head_rows(target, params, ids), vocabulary.columns_of(ids, target.vocab_size))
+    head = None
+    if ids is not None:
+        head = ({**params, **target.head_rows(params, jnp.asarray(ids))}, vocabulary.columns_of(ids, target.vocab_size))
     mesh = None if options.devices is None else Mesh(np.array(jax.devices()[: options.devices]), ("data",))
     return Trainer(learner, params, schedule, datasets[CORPUS], datasets.get(HELD_OUT), run, head=head, reader=reader, mesh=mesh)
 
@@ -151,16 +153,31 @@ def export(draft, trainer, folder=None, *, card=None):
 
 
 def _vocabulary(draft, dataset, target, run, options):
-    """Ids the logits run over: an EAGLE-3 draft's own; a DFlash draft's active ones, fixed when its run began."""
+    """Ids the logits run over: a draft's own, else the active ones."""
     if is_eagle3(draft):
         return (np.arange(draft.config.draft_vocab_size) + draft.d2t.numpy()).astype(np.int32)
+    if draft.vocabulary is not None:
+        return draft.vocabulary.numpy().astype(np.int32)
     if not options.active_vocabulary:
         return None
-    file = run / "vocabulary.json"
-    if not file.is_file():  # the corpus may grow between two starts, the columns of a run must not move
-        ids = vocabulary.occurring_ids(dataset.sequences, target.vocab_size)
-        run.mkdir(parents=True, exist_ok=True)
+    return kept_ids(run, lambda: vocabulary.occurring_ids(dataset.sequences, target.vocab_size))
+
+
+def kept_ids(run, choose):
+    """int32 ids of the run in that folder: the corpus may grow between two starts, the columns of a run must not move."""
+    file = Path(run) / VOCABULARY
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(".tmp")
-        scratch.write_text(json.dumps(ids.tolist()))
+        scratch.write_text(json.dumps(choose().tolist()))
         os.replace(scratch, file)
     return np.array(json.loads(file.read_text()), np.int32)
+
+
+def draft_vocabulary(folder, name, model, count):
+    """int32 [count], ascending: the most frequent ids of the corpus in `folder`, as they were when the run `name` began."""
+    def choose():
+        sequences, vocab_size = occurring(folder, model)
+        return vocabulary.frequent_ids(sequences, vocab_size, min(count, vocab_size))
+
+    return kept_ids(Path(folder) / name, choose)

@@ -105,13 +105,14 @@ class Trainer:
         _truncate_log(self.folder / LOG, record.step)
         bar = tqdm(total=schedule.steps, initial=record.step, unit="step", disable=not progress, dynamic_ncols=True)
         shown, labels, began = {}, 0, time.perf_counter()
+        since = began
         while record.step < schedule.steps and not (stop is not None and stop()):
             batch = self._batch(self.dataset, self.dataset.indices_at(record.step, schedule.batch_size, schedule.seed))
             self.params, self.state, loss, tau, count = self.train_step(
                 self.params, self.state, self.frozen, batch, jnp.int32(record.step))
             record.step += 1
             labels += int(count)
-            shown |= {"loss": f"{loss:.3f}", "tau": f"{tau:.2f}", "tok/s": f"{labels / (time.perf_counter() - began):.0f}"}
+            shown |= {"loss": f"{loss:.3f}", "tau": f"{tau:.2f}", "tok/s": f"{labels / (time.perf_counter() - since):.0f}"}
             self._log({"step": record.step, "loss": float(loss), "tau": float(tau)})
             if self.held_out is not None and record.step % schedule.evaluate_every == 0:
                 shown["held-out tau"] = f"{self._judge(began):.3f}"

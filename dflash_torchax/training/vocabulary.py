@@ -1,6 +1,5 @@
 """Logits over the tokens that occur instead of over the whole vocabulary: most of a small draft's training time."""
 
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -26,16 +25,3 @@ def columns_of(ids, vocab_size):
     columns = np.full(vocab_size, -1, np.int32)
     columns[ids] = np.arange(len(ids), dtype=np.int32)
     return columns
-
-
-def head_rows(target, params, ids):
-    """The target's parameters with its output embedding cut to `ids`.
-
-    `Target.head` and `Target.unembed` on the result give the logits of those ids only, in that order, through HF's own
-    code. Only the head may read the result: with tied weights its embedding is cut as well.
-    """
-    head = target.skeleton.get_output_embeddings()
-    owned = {id(tensor) for tensor in head.parameters()}
-    names = {target.run.aliases.get(name, name)
-             for name, tensor in target.skeleton.named_parameters(remove_duplicate=False) if id(tensor) in owned}
-    return {**params, **{name: jnp.take(params[name], jnp.asarray(ids), axis=0) for name in names}}
