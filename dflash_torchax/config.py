@@ -8,6 +8,8 @@ from transformers import Qwen3Config
 logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 16  # z-lab's default where a checkpoint names none
+# Beside config.json where a draft guesses among some of the target's ids only; others that read z-lab's layout ignore it.
+VOCABULARY_FILE = "draft_vocabulary.json"
 
 # Fields that mark a dialect this reader does not speak yet -> what it is.
 _OTHER_DIALECTS = {

@@ -12,9 +12,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-# Beside config.json where a draft guesses among some of the target's ids only; others that read z-lab's layout ignore it.
-VOCABULARY_FILE = "draft_vocabulary.json"
-
 
 class DFlashAttention(nn.Module):
     """Projections of one draft layer; the context's K/V depend on the context feature alone."""

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from . import bridge
-from .config import DFlashConfig
-from .draft_model import VOCABULARY_FILE, DFlashDraftModel
+from .config import VOCABULARY_FILE, DFlashConfig
+from .draft_model import DFlashDraftModel
 from .eagle3 import read_eagle3
 from .eagle3_model import is_eagle3
 from .sharding import place_on

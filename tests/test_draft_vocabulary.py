@@ -10,7 +10,8 @@ import torch
 from jax.sharding import Mesh
 
 from dflash_torchax import enabled, last_stats, load_draft
-from dflash_torchax.draft_model import VOCABULARY_FILE
+from dflash_torchax.cli.info import describe
+from dflash_torchax.config import VOCABULARY_FILE
 from dflash_torchax.engine import Engine
 from dflash_torchax.proposers import propose_from
 from dflash_torchax.training.export import export_dflash
@@ -113,6 +114,7 @@ def test_a_checkpoint_keeps_the_words_in_a_file_of_their_own(tmp_path):
     export_dflash(draft, numpy_params(draft), tmp_path, dtype=torch.float32)
     loaded = load_draft(tmp_path)
     assert torch.equal(loaded.vocabulary, WORDS)
+    assert describe(tmp_path, "CHECKPOINT")["draft_vocabulary"] == "10 ids of its own"
     assert "vocabulary" not in loaded.state_dict(), "z-lab's and vLLM's readers find the tensors they know"
     assert not any("vocabulary" in key for key in json.loads((tmp_path / "config.json").read_text()) if key != "vocab_size")
     request = request_of((9,))

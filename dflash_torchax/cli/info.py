@@ -111,6 +111,7 @@ def describe(path, option):
     if tensors:
         about["parameters"] = sum(size for _, size in tensors.values())
         about["dtypes"] = sorted({dtype for dtype, _ in tensors.values()})
+    about |= _own_vocabulary(folder) if kind == DFLASH else {}
     about["supported"], about["reason"] = _supported(kind, fields, tensors, folder)
     if kind == DFLASH:
         about["fits"] = _requirements(fields)
@@ -229,6 +230,13 @@ def _target_supported(folder):
     return True, "all layers keep a position-addressed KV cache"
 
 
+def _own_vocabulary(folder):
+    from ..config import VOCABULARY_FILE
+
+    file = folder / VOCABULARY_FILE
+    return {"draft_vocabulary": f"{len(json.loads(file.read_text()))} ids of its own"} if file.is_file() else {}
+
+
 def _requirements(fields):
     chosen = _chosen(fields)
     taps = chosen.get("target_layer_ids") or [0]
@@ -250,6 +258,8 @@ def _show(about):
         rows["runs here"] = f"{'yes' if part['supported'] else 'no'}: {part['reason']}"
         if part.get("fits"):
             rows["fits"] = part["fits"]
+        if part.get("draft_vocabulary"):
+            rows["guesses among"] = part["draft_vocabulary"]
         rows |= part["fields"]
         for name, value in rows.items():
             out.print(f"  {name:<26} {_brief(value)}", markup=False, soft_wrap=True)

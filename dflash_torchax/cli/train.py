@@ -130,7 +130,8 @@ def _draft(args, model, tokenizer):
         rows = model.get_input_embeddings().weight.shape[0]
         mask = max((i for i in tokenizer.all_special_ids if i < rows), default=rows - 1)
         print(f"mask token: {mask} ({tokenizer.convert_ids_to_tokens(mask)})", file=sys.stderr)
-    return new_dflash(model, block_size=args.block_size or _BLOCK_SIZE, mask_token_id=mask, layers=args.layers or 2, taps=args.taps, seed=args.seed)
+    return new_dflash(model, block_size=args.block_size or _BLOCK_SIZE, mask_token_id=mask, layers=args.layers or 2,
+                      taps=args.taps, seed=args.seed)
 
 
 def _continued(draft, args):

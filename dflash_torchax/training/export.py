@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ..draft_model import VOCABULARY_FILE
+from ..config import VOCABULARY_FILE
 
 
 def export_dflash(draft, params, folder, *, dtype=torch.bfloat16, card=None):
