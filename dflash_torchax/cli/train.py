@@ -11,6 +11,7 @@ examples:
   dflash-torchax train --target embedded --prompts math.jsonl,hold_out=100 --out run
   dflash-torchax train --target embedded --prompts math.jsonl,share=6,hold_out=100 --prompts code.jsonl,share=3 --out run \\
       --init my-draft --distillation-weight 0.5 --tokens-weight 0.5 --minutes 30        (again: goes on)
+  dflash-torchax train --target embedded --out run --init run/dflash/draft --name longer --block-size 16 --learning-rate 3e-4
   dflash-torchax train --target Qwen/Qwen3-4B --prompts hf:openai/gsm8k:train,field=question --out run --mask-token-id 151669
   dflash-torchax train --target embedded --out run --method eagle3 --block-size 4 --stage train --stage export
 """
@@ -33,6 +34,7 @@ def add_parser(subparsers):
                         help="JSONL file or hf:owner/name[:split]; repeat to mix several")
     parser.add_argument("--synthesise", type=int, default=0, metavar="N", help="let the target write N prompts itself")
     parser.add_argument("--method", choices=("dflash", "eagle3"), default="dflash")
+    parser.add_argument("--name", help="folder of the training inside --out, one for each; the method's name by default")
     parser.add_argument("--stage", action="append", choices=STAGES, help="stages to run; all of them by default")
     parser.add_argument("--minutes", type=float, help="stop after that long, at the next shard or step")
     parser.add_argument("--seed", type=int, default=0)
@@ -162,7 +164,7 @@ def _with_vocabulary(args, model, draft):
         return draft
     if draft is not None and is_eagle3(draft):
         raise ValueError(f"--draft-vocabulary: {count}, but the EAGLE-3 draft of --init has its own head; leave it out.")
-    ids = draft_vocabulary(args.out, args.method, model, count or _EAGLE3_ROWS)
+    ids = draft_vocabulary(args.out, args.name or args.method, model, count or _EAGLE3_ROWS)
     if draft is None:
         return new_eagle3(model, block_size=args.block_size or _BLOCK_SIZE, vocabulary=ids, taps=args.taps, seed=args.seed)
     draft.vocabulary = torch.from_numpy(ids).long()
@@ -214,5 +216,5 @@ def _trainer(args, model, draft):
     losses = LossWeights(args.tokens_weight, args.distillation_weight, args.regression_weight)
     options = training.LearnOptions(args.anchors, args.gamma, losses, not args.whole_vocabulary, not args.recompute_taps,
                                     args.compute_dtype, args.devices)
-    return training.make_trainer(model, draft, args.out, schedule, options, name=args.method,
+    return training.make_trainer(model, draft, args.out, schedule, options, name=args.name or args.method,
                                  on_shard=lambda file: print(f"hidden states of {file.name}", file=sys.stderr))
