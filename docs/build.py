@@ -80,7 +80,8 @@ def readme_block(document):
     )
     parts += [line for line in report.notes(document) if "busy" in line]
     parts.append(f"Measured {report.environment_line(document)}.")
-    parts.append(_math_line(json.loads(MATH.read_text(encoding="utf-8"))))
+    if MATH.is_file():
+        parts.append(_math_line(json.loads(MATH.read_text(encoding="utf-8"))))
     return "\n\n".join(parts) + "\n"
 
 
