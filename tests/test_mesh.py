@@ -48,11 +48,13 @@ folder = tempfile.mkdtemp()
 model.save_pretrained(folder)
 mesh = jax.make_mesh((2, 2), ("data", "tp"))
 loaded = load_target(folder, mesh=mesh)
-with enabled(loaded, random_draft(model, vocab_size=96), mesh=mesh):
+few_words = random_draft(model, vocab_size=96)
+few_words.vocabulary = torch.arange(10, 58)
+with enabled(loaded, few_words, mesh=mesh):
     engine = loaded.generate.engine
     assert torch.equal(loaded.generate(ids, max_new_tokens=8, do_sample=False), expected)
 specs = lambda name, params: params[name].sharding.spec
-target, draft = engine.params.target, engine.params.draft
+target, (draft, head) = engine.params.target, engine.params.draft
 model_axes = ("tp",)
 for name, params, spec in (
     ("model.embed_tokens.weight", target, P(model_axes, None)), ("lm_head.weight", target, P(model_axes, None)),
@@ -61,6 +63,7 @@ for name, params, spec in (
     ("model.layers.1.mlp.down_proj.weight", target, P(None, model_axes)),
     ("model.norm.weight", target, P(None)),
     ("layers.0.self_attn.q_proj.weight", draft, P(model_axes, None)), ("fc.weight", draft, P(None, model_axes)),
+    ("lm_head.weight", head, P(model_axes, None)),
 ):
     assert specs(name, params) == spec, (name, specs(name, params))
 print("same")
