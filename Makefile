@@ -1,6 +1,6 @@
 # make demo: generate with the embedded pair and print a table measured in this run (PROMPT="..." overrides)
 # make test: the fast tests
-# make results: measure the tables of README and docs on this machine (about 12 minutes on 2 cores), then make docs
+# make results: measure the tables of README and docs on this machine (about 8 minutes on 2 cores), then make docs
 # make results-math: the same for ten math prompts alone (about 5 minutes)
 # make docs: build generated pages from docs/results/*.json and docstrings
 PYTHON ?= python3
@@ -8,7 +8,7 @@ BIN := .venv/bin
 
 # What the published tables compare; the rest of the command is in docs/results/benchmark.json.
 RESULTS_METHODS ?= ar,dflash:4,dflash:8,eagle3:2,eagle3:3,eagle3:4,prompt-lookup:4,hf,zlab
-RESULTS_PROMPTS ?= 6
+RESULTS_PROMPTS ?= 4
 RESULTS_SETS ?= $(foreach set,gsm8k code chat,--prompts $(set)=dflash_torchax/benchmark/data/prompts/$(set).jsonl)
 
 .PHONY: .venv demo results results-math docs test test-slow test-tpu-compile lint clean

@@ -1,6 +1,7 @@
 """`DFlashConfig`: a draft checkpoint's config.json, read loudly. z-lab v1 layout, nested or top-level fields."""
 
 import dataclasses
+import json
 import logging
 
 from transformers import Qwen3Config
@@ -101,6 +102,23 @@ class DFlashConfig:
         if not 0 <= self.mask_token_id < target.vocab_size:
             raise ValueError(f"mask_token_id: {self.mask_token_id} is outside the target's embedding of {target.vocab_size} "
                              f"rows; resize the target's embedding or correct the id.")
+
+
+def read_vocabulary(folder, config):
+    """The ids a DFlash draft guesses among, an ascending list, from the file beside its config; None where there is none.
+
+    Raises:
+        ValueError: the file holds anything else.
+    """
+    file, vocab_size = folder / VOCABULARY_FILE, config.backbone.vocab_size
+    if not file.is_file():
+        return None
+    ids = json.loads(file.read_text())
+    whole = isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
+    if not whole or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ValueError(f"{VOCABULARY_FILE}: {file} must list different ids in 0..{vocab_size - 1} in ascending order; "
+                         f"write it again, or delete it: the draft then guesses among all ids.")
+    return ids
 
 
 def _taps(get):

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from . import bridge
-from .config import VOCABULARY_FILE, DFlashConfig
+from .config import DFlashConfig, read_vocabulary
 from .draft_model import DFlashDraftModel
 from .eagle3 import read_eagle3
 from .eagle3_model import is_eagle3
@@ -45,27 +45,15 @@ def load_draft(path_or_repo, *, dtype=None, revision=None):
     if is_eagle3(fields):
         return read_eagle3(folder, fields, dtype)
     config = DFlashConfig.from_dict(fields)
+    ids = read_vocabulary(folder, config)
     with init_empty_weights(include_buffers=False):
-        draft = DFlashDraftModel(config, _draft_vocabulary(folder, config.backbone.vocab_size))
+        draft = DFlashDraftModel(config, None if ids is None else torch.tensor(ids))
     expected = {name: tuple(p.shape) for name, p in draft.named_parameters()}
     for name, tensor in _checked_tensors(folder, expected, ignored=("rotary_emb.inv_freq",)):
         owner, _, leaf = name.rpartition(".")
         value = tensor.clone() if dtype is None else tensor.to(dtype, copy=True)
         setattr(draft.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
     return draft.eval()
-
-
-def _draft_vocabulary(folder, vocab_size):
-    """The ids a draft guesses among, int64 [n], from the file beside its config; None where there is none."""
-    file = folder / VOCABULARY_FILE
-    if not file.is_file():
-        return None
-    ids = json.loads(file.read_text())
-    whole = isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
-    if not whole or ids != sorted(set(ids)) or min(ids) < 0 or max(ids) >= vocab_size:
-        raise ValueError(f"{VOCABULARY_FILE}: {file} must list different ids in 0..{vocab_size - 1} in ascending order; "
-                         f"write it again, or delete it: the draft then guesses among all ids.")
-    return torch.tensor(ids)
 
 
 def load_target(path_or_repo, *, dtype=None, place=None, mesh=None, revision=None):

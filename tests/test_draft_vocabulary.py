@@ -119,6 +119,9 @@ def test_a_checkpoint_keeps_the_words_in_a_file_of_their_own(tmp_path):
     assert not any("vocabulary" in key for key in json.loads((tmp_path / "config.json").read_text()) if key != "vocab_size")
     request = request_of((9,))
     np.testing.assert_array_equal(proposal(Engine(model, loaded), request), proposal(Engine(model, draft), request))
+    whole = random_draft(model)
+    export_dflash(whole, numpy_params(whole), tmp_path)
+    assert load_draft(tmp_path).vocabulary is None, "the words of the draft that was there before are gone"
 
 
 @pytest.mark.parametrize("content", ["[3, 2]", "[2, 2]", "[-1, 2]", "[2, 97]", "[]", "{}", "[1.0]", "[true]"])
@@ -128,3 +131,6 @@ def test_a_wrong_file_is_refused(tmp_path, content):
     (tmp_path / VOCABULARY_FILE).write_text(content)
     with pytest.raises(ValueError, match="draft_vocabulary.json: .*ascending order"):
         load_draft(tmp_path)
+    about = describe(tmp_path, "CHECKPOINT")
+    assert not about["supported"]
+    assert "ascending order" in about["reason"]

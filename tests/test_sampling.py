@@ -125,8 +125,8 @@ def deviation(counts, probs):
 
 
 def _slow_unless(setting, kind, mode):
-    fast = {("temperature", "random", "greedy"), ("temperature", "few words", "probabilistic"),
-            ("top_p", "perfect", "probabilistic"), ("top_k", "wrong", "probabilistic"), ("min_p", "perfect", "greedy")}
+    fast = {("temperature", "random", "greedy"), ("temperature", "random", "probabilistic"), ("top_p", "perfect", "probabilistic"),
+            ("temperature", "few words", "probabilistic"), ("top_k", "wrong", "probabilistic"), ("min_p", "perfect", "greedy")}
     return [] if (setting, kind, mode) in fast else pytest.mark.slow
 
 

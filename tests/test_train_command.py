@@ -71,6 +71,8 @@ def test_one_call_makes_a_draft_and_a_second_changes_nothing(target_folder, tmp_
         _zlab_reads(tmp_path / method / "draft")
     if "--draft-vocabulary" in extra and method == "dflash":
         assert len(load_draft(tmp_path / method / "draft").vocabulary) == 60
+        with pytest.raises(ValueError, match="draft_vocabulary: 50, but the run in .* began with 60 ids"):
+            _run(*argv, "--draft-vocabulary", 50)
 
 
 def test_init_fixes_what_a_draft_was_trained_with_and_no_more(target_folder, tmp_path):
@@ -85,6 +87,13 @@ def test_init_fixes_what_a_draft_was_trained_with_and_no_more(target_folder, tmp
     for option, value in (("taps", [1, 2]), ("mask_token_id", 4)):
         with pytest.raises(ValueError, match="leave --init out"):
             train._draft(argparse.Namespace(**{**argv, option: value}), model, None)
+
+
+@pytest.mark.parametrize("option", ["--block-size", "--layers", "--draft-vocabulary"])
+def test_nought_is_no_size(option, capsys):
+    with pytest.raises(SystemExit):
+        _run("--target", "embedded", "--out", "run", option, 0)
+    assert option in capsys.readouterr().err
 
 
 def _zlab_reads(folder):

@@ -40,8 +40,8 @@ def measure(engine, plain, context, repeats):
         "plain step": _step(plain, request),
         "DFlash step": _step(engine, request),
         **{f"target forward, width {w}": _forward(engine, request, w) for w in (1, engine.block_size)},
-        **{f"head and argmax, width {w}": _head(engine, w) for w in (1, engine.block_size)},
-        f"draft head and argmax, width {engine.block_size - 1}": _draft_head(engine),
+        **{f"head and argmax, width {w}": _head(engine, w, _target_logits) for w in (1, engine.block_size)},
+        f"draft head and argmax, width {engine.block_size - 1}": _head(engine, engine.block_size - 1, _draft_logits),
         "draft forward": _draft(engine, request),
         "inject_context": _inject(engine, request),
     }
@@ -104,20 +104,19 @@ def _forward(engine, request, width):
     return _round_trip(program, engine.params, engine.start(request))
 
 
-def _head(engine, width):
-    compiled = jax.jit(lambda params, hidden: greedy(engine.decoder.target.head(params.target, hidden)))
-    return lambda: compiled(engine.params, _hidden(engine, width)).block_until_ready()
-
-
-def _draft_head(engine):
-    proposer = engine.decoder.proposer
-    compiled = jax.jit(lambda params, hidden: greedy(proposer.logits(params.draft, params.target, hidden)))
-    return lambda: compiled(engine.params, _hidden(engine, engine.block_size - 1)).block_until_ready()
-
-
-def _hidden(engine, width):
+def _head(engine, width, logits):
     target = engine.decoder.target
-    return jax.random.normal(jax.random.key(0), (1, width, target.hidden_size), target.dtype)
+    hidden = jax.random.normal(jax.random.key(0), (1, width, target.hidden_size), target.dtype)
+    compiled = jax.jit(lambda params, hidden: greedy(logits(engine.decoder, params, hidden)))
+    return lambda: compiled(engine.params, hidden).block_until_ready()
+
+
+def _target_logits(decoder, params, hidden):
+    return decoder.target.head(params.target, hidden)
+
+
+def _draft_logits(decoder, params, hidden):
+    return decoder.proposer.logits(params.draft, params.target, hidden)
 
 
 def _draft(engine, request):

@@ -188,6 +188,7 @@ def measure(args, loaded, methods, sets):
             "temperature": args.temperature,
             "batch_sizes": args.batch_sizes,
             "repeats": args.repeats,
+            "whole_vocabulary": args.whole_vocabulary,
             "seed": args.seed,
             "baseline": baseline,
             "reference": reference,

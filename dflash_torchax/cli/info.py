@@ -111,8 +111,7 @@ def describe(path, option):
     if tensors:
         about["parameters"] = sum(size for _, size in tensors.values())
         about["dtypes"] = sorted({dtype for dtype, _ in tensors.values()})
-    about |= _own_vocabulary(folder) if kind == DFLASH else {}
-    about["supported"], about["reason"] = _supported(kind, fields, tensors, folder)
+    about |= _supported(kind, fields, tensors, folder)
     if kind == DFLASH:
         about["fits"] = _requirements(fields)
     return about
@@ -206,14 +205,18 @@ def _chosen(fields):
 
 
 def _supported(kind, fields, tensors, folder):
-    """(bool, reason): whether this version can run it."""
+    """Whether this version can run it, as {"supported": bool, "reason": str}, and the vocabulary of a draft that has its own."""
+    from ..config import read_vocabulary
+
     try:
         if kind == "target":
-            return _target_supported(folder)
-        _draft_config(kind, fields, tensors)
-        return True, "load_draft reads it"
+            return {"supported": True, "reason": _target_supported(folder)}
+        config = _draft_config(kind, fields, tensors)
+        ids = read_vocabulary(folder, config) if kind == DFLASH else None
+        about = {"supported": True, "reason": "load_draft reads it"}
+        return about if ids is None else about | {"draft_vocabulary": f"{len(ids)} ids of its own"}
     except (ValueError, NotImplementedError, KeyError, TypeError) as error:
-        return False, output.one_line(error)
+        return {"supported": False, "reason": output.one_line(error)}
 
 
 def _target_supported(folder):
@@ -227,14 +230,7 @@ def _target_supported(folder):
     with output.waiting("Tracing the target once, without weights ..."), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     Target(model, "cpu")
-    return True, "all layers keep a position-addressed KV cache"
-
-
-def _own_vocabulary(folder):
-    from ..config import VOCABULARY_FILE
-
-    file = folder / VOCABULARY_FILE
-    return {"draft_vocabulary": f"{len(json.loads(file.read_text()))} ids of its own"} if file.is_file() else {}
+    return "all layers keep a position-addressed KV cache"
 
 
 def _requirements(fields):

@@ -4,6 +4,8 @@ import argparse
 import sys
 import time
 
+from . import pair
+
 _BLOCK_SIZE, _EAGLE3_ROWS = 8, 4096
 STAGES = ("generate", "train", "export")
 _EPILOG = """\
@@ -57,11 +59,11 @@ def _add_corpus(group):
 
 def _add_draft(group):
     group.add_argument("--init", help="draft to start from; by default a new one initialised from the target's last layers")
-    group.add_argument("--block-size", type=int, help="anchor and drafted tokens; 8, or what --init was trained for")
-    group.add_argument("--layers", type=int, help="depth of a DFlash draft, 2 for a new one; --init grows to it")
+    group.add_argument("--block-size", type=pair.positive, help="anchor and drafted tokens; 8, or what --init was trained for")
+    group.add_argument("--layers", type=pair.positive, help="depth of a DFlash draft, 2 for a new one; --init grows to it")
     group.add_argument("--taps", type=int, nargs="+", help="target layers to read, 0-based")
     group.add_argument("--mask-token-id", type=int, help="fills a DFlash block; the tokenizer's last special token by default")
-    group.add_argument("--draft-vocabulary", type=int, metavar="N",
+    group.add_argument("--draft-vocabulary", type=pair.positive, metavar="N",
                        help=f"guess among the N most frequent ids of the corpus; EAGLE-3: {_EAGLE3_ROWS}, DFlash: all")
 
 

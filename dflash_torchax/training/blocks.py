@@ -19,7 +19,7 @@ class DFlashLearner(Learner):
         self.taps = draft.config.target_layer_ids
 
     def _logits(self, params, frozen, hidden):
-        logits = self.target.unembed(frozen.head, hidden)
+        logits = self.target.unembed(frozen.head, hidden.astype(self.target.dtype))
         return self.run({**params, **frozen.buffers}, lambda draft, x: draft.finish_logits(x), logits)
 
     def _hidden(self, params, frozen, batch, positions):

@@ -22,13 +22,14 @@ def export_dflash(draft, params, folder, *, dtype=torch.bfloat16, card=None):
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if draft.vocabulary is not None:
-        (folder / VOCABULARY_FILE).write_text(json.dumps(draft.vocabulary.tolist()) + "\n")
     names = {name for name, _ in draft.named_parameters()}
     if names != set(params):
         raise ValueError(f"params: {sorted(names ^ set(params))[:3]} are in only one of params and draft; "
                          f"pass the parameters of this draft.")
     write_checkpoint(folder, dflash_fields(draft.config, dtype), params, dtype, card)
+    (folder / VOCABULARY_FILE).unlink(missing_ok=True)  # an earlier draft's
+    if draft.vocabulary is not None:
+        (folder / VOCABULARY_FILE).write_text(json.dumps(draft.vocabulary.tolist()) + "\n")
     return folder
 
 

@@ -175,9 +175,15 @@ def kept_ids(run, choose):
 
 
 def draft_vocabulary(folder, name, model, count):
-    """int32 [count], ascending: the most frequent ids of the corpus in `folder`, as they were when the run `name` began."""
-    def choose():
-        sequences, vocab_size = occurring(folder, model)
-        return vocabulary.frequent_ids(sequences, vocab_size, min(count, vocab_size))
+    """int32 [count], ascending: the most frequent ids of the corpus in `folder`, as they were when the run `name` began.
 
-    return kept_ids(Path(folder) / name, choose)
+    Raises:
+        ValueError: that run began with another number of ids.
+    """
+    sequences, vocab_size = occurring(folder, model)
+    count = min(count, vocab_size)
+    ids = kept_ids(Path(folder) / name, lambda: vocabulary.frequent_ids(sequences, vocab_size, count))
+    if len(ids) != count:
+        raise ValueError(f"draft_vocabulary: {count}, but the run in {Path(folder) / name} began with {len(ids)} ids; "
+                         f"ask for as many, or give the new run another name.")
+    return ids
