@@ -69,7 +69,7 @@ def make_methods(words, model, draft=None, draft_path=None, block_sizes=(), eagl
             if name in ("hf", "hf-prompt-lookup"):
                 methods.append(HF(name, model, size))
             elif name == "zlab":
-                methods.append(ZLab(model, draft_path, size))
+                methods.append(ZLab(model, draft_path, size, draft.vocabulary))
             else:
                 engine = base if name == "ar" else _engine(base, own.get(name), size)
                 methods.append(Compiled(name, model, engine, None if name == "ar" else engine.block_size))

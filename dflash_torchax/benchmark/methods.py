@@ -161,12 +161,27 @@ class HF:
     trace = run
 
 
+def _only(vocabulary, compute_logits):
+    """`compute_logits` with -inf for the ids outside `vocabulary`."""
+
+    def within(hidden, output_head):
+        logits = compute_logits(hidden, output_head)
+        outside = torch.ones(logits.shape[-1], dtype=torch.bool).index_fill_(0, vocabulary, False)
+        return logits.masked_fill_(outside, -torch.inf)
+
+    return within
+
+
 class ZLab:
-    """z-lab's own loop, PyPI package `dflash`, on the same target module."""
+    """z-lab's own loop, PyPI package `dflash`, on the same target module.
+
+    It knows of no `vocabulary` (int64 [n], or None) of a draft: the other ids are taken out of its draft's logits, so that
+    the pair that runs is the same.
+    """
 
     name, max_batch = "zlab", 1
 
-    def __init__(self, model, draft_path, block_size):
+    def __init__(self, model, draft_path, block_size, vocabulary=None):
         try:
             from dflash import model as package
         except ImportError:
@@ -175,6 +190,8 @@ class ZLab:
         self.package, self.model, self.block_size = package, model, block_size
         self.label = f"zlab-b{block_size}"
         self.draft = package.DFlashDraftModel.from_pretrained(draft_path, dtype=model.dtype, attn_implementation="sdpa").eval()
+        if vocabulary is not None:
+            self.draft.compute_logits = _only(vocabulary, self.draft.compute_logits)
 
     def shape_key(self, prompts, budget):
         return len(prompts)

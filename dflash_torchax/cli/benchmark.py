@@ -60,10 +60,6 @@ def add_parser(subparsers):
     what.add_argument(
         "--repeats", type=pair.positive, default=1, metavar="N", help="timed calls for each method and prompt; medians are taken"
     )
-    what.add_argument(
-        "--whole-vocabulary", action="store_true",
-        help="let a draft with a vocabulary of its own guess among all ids, as zlab does: then both accept the same",
-    )
     what.add_argument("--thinking", choices=("on", "off"), help="enable_thinking of the chat template, where it knows that")
     what.add_argument("--baseline", metavar="LABEL", help="method that speedups refer to; default: ar if it runs, else the first")
     what.add_argument("--seed", type=int, default=0, help="of the order of methods and of sampling; default: %(default)s")
@@ -96,8 +92,6 @@ def run(args):
     for name in names:
         compose.parse(name)
     loaded = pair.load(args, torch_weights=compose.needs_torch_weights(names))
-    if args.whole_vocabulary and hasattr(loaded.draft, "vocabulary"):
-        loaded.draft.vocabulary = None
     eagle3 = args.eagle3 or (compose.shipped_eagle3() if args.target is None else None)
     with output.waiting("Preparing the methods ..."):
         methods = compose.make_methods(names, loaded.model, loaded.draft, loaded.draft_path, args.block_sizes, eagle3)
@@ -188,7 +182,6 @@ def measure(args, loaded, methods, sets):
             "temperature": args.temperature,
             "batch_sizes": args.batch_sizes,
             "repeats": args.repeats,
-            "whole_vocabulary": args.whole_vocabulary,
             "seed": args.seed,
             "baseline": baseline,
             "reference": reference,
