@@ -161,6 +161,11 @@ def grown(cache, slots):
     return cache.grow(slots) if hasattr(cache, "grow") else cache
 
 
+def trimmed(cache, ends):
+    """An earlier call's cache of which only the first `ends[b]` tokens stay; one that needs no telling passes unchanged."""
+    return cache.trim(ends) if hasattr(cache, "trim") else cache
+
+
 def replaced(items, index, item):
     return items[:index] + (item,) + items[index + 1 :]
 

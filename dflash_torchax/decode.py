@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .attention import AttentionView
-from .cache import grown, write_rows
+from .cache import grown, trimmed, write_rows
 from .cache_factory import StaticCache
 from .proposers import Proposer
 from .sampling import Rules, accept, choose, prefix_of
@@ -67,8 +67,7 @@ class Decoder:
             prompt: int32 [batch, slots].
             width: static; at least max(lengths - known) new tokens are read.
         """
-        target_cache, draft_cache = (grown(cache, slots) for cache in caches)
-        target_cache = target_cache.trim(known)
+        target_cache, draft_cache = (trimmed(grown(cache, slots), known) for cache in caches)
         state = DecodeState.create(prompt, lengths, limits, eos_ids, rules, slots, target_cache, draft_cache, keep_cache=True)
         return self._read_rest(params, state, known, width)
 

@@ -19,6 +19,9 @@ from .eagle3_model import Eagle3Config, Eagle3DraftModel
 from .proposers import Proposal
 from .sampling import greedy
 
+# Slots of a prompt run at once before the first draft; a step itself adds at most a block.
+_CATCH_UP = 32
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,10 @@ class Eagle3Cache:
         extra = max(slots - self.fused.shape[1], 0)
         fused = jnp.pad(self.fused, ((0, 0), (0, extra), (0, 0)))
         return dataclasses.replace(self, kv=self.kv.grow(slots), fused=fused)
+
+    def trim(self, ends):
+        """Only the first `ends[b]` tokens are known to stay: the last slot was run with a token that may be another now."""
+        return dataclasses.replace(self, done=jnp.minimum(self.done, jnp.maximum(ends - 1, 0)))
 
 
 class Eagle3:
@@ -70,9 +77,7 @@ class Eagle3:
     def inject(self, params, cache, feature, starts, positions):
         with jax.named_scope("fuse"):
             fused = self.run(params, lambda draft, feature: draft.fuse(feature), feature)
-        # Slot starts - 1 was run with the token at `starts`, which another continuation of a reused cache may have replaced.
-        done = jnp.minimum(cache.done, jnp.maximum(starts - 1, 0))
-        return Eagle3Cache(cache.kv, write_rows(cache.fused, fused, starts, axis=0), done)
+        return Eagle3Cache(cache.kv, write_rows(cache.fused, fused, starts, axis=0), jnp.minimum(cache.done, starts))
 
     def propose(self, params, target_params, state):
         cache, width, anchors = state.draft_cache, self.block_size, state.starts
@@ -82,22 +87,25 @@ class Eagle3:
         if width == 1:
             return Proposal(jnp.zeros((anchors.shape[0], 0), jnp.int32), cache)
 
-        def run_slots(cache):
-            """The layer over `width` slots from `done` on, each with the committed token behind it."""
-            slots = cache.done[:, None] + jnp.arange(width, dtype=jnp.int32)
-            ids = jnp.take_along_axis(state.tokens, slots + 1, axis=1)
-            fused = jnp.take_along_axis(cache.fused, slots[..., None], axis=1)
-            hidden, kv = self._advance(params, target_params, cache.kv, ids, fused, slots)
+        slots = min(cache.fused.shape[1], state.tokens.shape[1] - 1)
+
+        def run_slots(cache, starts, count):
+            """The layer over `count` slots from `starts` on, each with the committed token behind it."""
+            index = starts[:, None] + jnp.arange(count, dtype=jnp.int32)
+            ids = jnp.take_along_axis(state.tokens, index + 1, axis=1)
+            fused = jnp.take_along_axis(cache.fused, index[..., None], axis=1)
+            hidden, kv = self._advance(params, target_params, cache.kv, ids, fused, index)
             return hidden, dataclasses.replace(cache, kv=kv)
 
         def catch_up(cache):
-            behind = cache.done < anchors - width
-            cache = run_slots(cache)[1]
-            return dataclasses.replace(cache, done=jnp.where(behind, jnp.minimum(cache.done + width, anchors - width), cache.done))
+            many = min(max(_CATCH_UP, width), slots)
+            starts = jnp.minimum(cache.done, slots - many)  # slots run twice come out the same
+            done = jnp.maximum(cache.done, jnp.minimum(starts + many, anchors - width))
+            return dataclasses.replace(run_slots(cache, starts, many)[1], done=done)
 
         # A prompt is many slots, a step at most one block: only the last pass is always needed.
         cache = jax.lax.while_loop(lambda cache: (cache.done < anchors - width).any(), catch_up, cache)
-        hidden, cache = run_slots(cache)
+        hidden, cache = run_slots(cache, cache.done, width)
         last = jnp.clip(anchors - 1 - cache.done, 0, width - 1)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
 

@@ -40,7 +40,7 @@ generate_corpora(model, tokenizer, [source], args.out, CorpusOptions(sequences=a
 options = LearnOptions(losses=LossWeights(tokens=0.5, distillation=0.5))
 trainer = make_trainer(model, draft, args.out, Schedule(steps=args.steps, patience=5), options)
 print(trainer.fit())
-checkpoint = export(draft, trainer)
+checkpoint = export(draft, trainer.folder)
 
 _, prompt = held_out([source])[0]
 with enabled(model, load_draft(checkpoint)):

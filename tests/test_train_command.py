@@ -4,9 +4,11 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -75,9 +77,63 @@ def test_one_call_makes_a_draft_and_a_second_changes_nothing(target_folder, tmp_
             _run(*argv, "--draft-vocabulary", 50)
 
 
+SHORT = ("--method", "dflash", "--layers", 1, "--block-size", 4, "--max-new-tokens", 12, "--generate-batch", 8, "--anchors", 4)
+
+
+def test_a_killed_command_goes_on_to_the_same_draft(target_folder, tmp_path):
+    def argv(out):
+        prompts = f"{target_folder}/prompts.jsonl,hold_out=8"
+        return [*map(str, ("--target", target_folder, "--prompts", prompts, "--out", out, *SHORT,
+                           "--steps", 400, "--evaluate-every", 200, "--save-every", 10))]
+
+    assert _run(*argv(tmp_path / "whole")) == 0
+    checkpoint = tmp_path / "killed" / "dflash" / "checkpoint.safetensors"
+    process = subprocess.Popen([sys.executable, "-m", "dflash_torchax", "train", *argv(tmp_path / "killed")],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not checkpoint.is_file() and process.poll() is None:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    with safe_open(checkpoint, framework="numpy") as saved:
+        assert 0 < json.loads(saved.metadata()["record"])["step"] < 400
+    assert _run(*argv(tmp_path / "killed")) == 0
+    for name in ("draft/model.safetensors", "draft/config.json"):
+        assert (tmp_path / "killed/dflash" / name).read_bytes() == (tmp_path / "whole/dflash" / name).read_bytes()
+
+
+def test_what_minutes_cut_short_leaves_no_draft(target_folder, tmp_path, capsys):
+    argv = ("--target", target_folder, "--prompts", f"{target_folder}/prompts.jsonl,hold_out=8", "--out", tmp_path, *SHORT,
+            "--draft-vocabulary", 40, "--steps", 2)
+    assert _run(*argv, "--minutes", 0) == 0
+    assert "the corpus is not whole; run the same command again" in capsys.readouterr().out
+    assert not (tmp_path / "dflash").exists(), "the ids of a part of the corpus must not be kept"
+    assert _run(*argv, "--stage", "generate") == 0
+    for feature in tmp_path.glob("*/taps-*/*"):
+        feature.unlink()
+    assert _run(*argv, "--minutes", 0, "--stage", "train") == 0
+    assert "hidden states of the corpus are not all there" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="nothing has been trained"):
+        _run(*argv, "--stage", "export")
+    assert _run(*argv) == 0
+    assert "tau of the loop on held-out prompts: prompts " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="draft_vocabulary: None, but .* was trained with 40 ids"):
+        _run(*[arg for arg in argv if arg not in ("--draft-vocabulary", 40)], "--stage", "export")
+    assert len(load_draft(tmp_path / "dflash" / "draft").vocabulary) == 40
+
+
+@pytest.mark.parametrize("options", [
+    ("--method", "eagle3", "--layers", "2"), ("--method", "eagle3", "--mask-token-id", "5"),
+    ("--method", "eagle3", "--regression-weight", "1"), ("--method", "eagle3", "--whole-vocabulary"),
+    ("--draft-vocabulary", "9", "--whole-vocabulary")])
+def test_options_that_mean_nothing_together_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match=f"{options[2]}: given, but"):
+        _run("--target", "nowhere", "--out", tmp_path / "run", *options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_init_fixes_what_a_draft_was_trained_with_and_no_more(target_folder, tmp_path):
     model = torch.nn.Module()
-    argv = {"init": str(tmp_path / "draft"), "taps": None, "mask_token_id": None, "layers": 3, "block_size": 5}
+    argv = {"init": str(tmp_path / "draft"), "method": "dflash", "taps": None, "mask_token_id": None, "layers": 3, "block_size": 5}
     from .checkpoints import save_draft
     from .tiny import tiny_target
 
@@ -87,9 +143,11 @@ def test_init_fixes_what_a_draft_was_trained_with_and_no_more(target_folder, tmp
     for option, value in (("taps", [1, 2]), ("mask_token_id", 4)):
         with pytest.raises(ValueError, match="leave --init out"):
             train._draft(argparse.Namespace(**{**argv, option: value}), model, None)
+    with pytest.raises(ValueError, match="--method: eagle3, but --init .* is for dflash"):
+        train._draft(argparse.Namespace(**{**argv, "method": "eagle3"}), model, None)
 
 
-@pytest.mark.parametrize("option", ["--block-size", "--layers", "--draft-vocabulary"])
+@pytest.mark.parametrize("option", ["--block-size", "--layers", "--draft-vocabulary", "--save-every", "--batch-size", "--devices"])
 def test_nought_is_no_size(option, capsys):
     with pytest.raises(SystemExit):
         _run("--target", "embedded", "--out", "run", option, 0)
@@ -118,14 +176,25 @@ def test_held_out_prompts_are_never_trained_on(target_folder):
         PromptSource(source.path, hold_out=40).read()
     with pytest.raises(ValueError, match="unknown option 'weight'"):
         PromptSource.parse("a.jsonl,weight=3")
+    with pytest.raises(ValueError, match="share=0"):
+        PromptSource.parse("a.jsonl,share=0")
+    with pytest.raises(ValueError, match="config=main of a.jsonl, which is a file"):
+        PromptSource.parse("a.jsonl,config=main")
 
 
 def test_the_target_writes_its_own_prompts_reproducibly(trained_on, tmp_path):
     model, tokenizer = trained_on[0], _tokenizer()
-    first = synthesise(model, tokenizer, 5, tmp_path / "a", batch_size=3, max_new_tokens=6).read()[0]
-    again = synthesise(model, tokenizer, 5, tmp_path / "b", batch_size=3, max_new_tokens=6).read()[0]
-    assert len(first) == 5
+    first, again = (synthesise(model, tokenizer, 12, tmp_path / name, batch_size=5, max_new_tokens=6).read() for name in "ab")
+    assert [len(part) for part in first] == [11, 1], "some are held out, to judge by"
     assert first == again
+
+
+def test_a_target_that_writes_no_prompts_is_an_error(tmp_path):
+    silent = argparse.Namespace(generate=lambda ids, **_: torch.nn.functional.pad(ids, (0, 2)))
+    tokenizer = _tokenizer()
+    tokenizer.batch_decode = lambda ids, **_: [" "] * len(ids)
+    with pytest.raises(ValueError, match="synthesise: 3, but in 8 batches"):
+        synthesise(silent, tokenizer, 3, tmp_path, batch_size=2)
 
 
 MESH = """

@@ -1,5 +1,7 @@
 """Laws of training: the gradient is PyTorch's, a killed run resumes to the same numbers, training makes a draft that drafts."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +16,10 @@ from dflash_torchax.training.blocks import DFlashLearner
 from dflash_torchax.training.dataset import Dataset
 from dflash_torchax.training.export import export_dflash
 from dflash_torchax.training.initial import deepened, new_dflash
-from dflash_torchax.training.learner import Frozen, Recipe, sample_anchors
+from dflash_torchax.training.learner import Frozen, Recipe, identity_of, sample_anchors, tensors_of
 from dflash_torchax.training.losses import LossWeights
 from dflash_torchax.training.taps import ShardFeatures, TapReader, compute_missing
-from dflash_torchax.training.trainer import BEST, Schedule, Trainer
+from dflash_torchax.training.trainer import BEST, Schedule, Trainer, trained_params
 
 from .tiny import MASK_ID, assert_step_is_torch_s, left_padded, random_draft, random_prompts, tiny_target
 from .training_cases import LAYERS, training_batch
@@ -111,13 +113,14 @@ def test_a_deepened_draft_starts_as_what_it_grew_from():
     deeper = deepened(draft, 4)
     assert [len(d.layers) for d in (draft, deeper)] == [2, 4]
     assert deeper.config.backbone.num_hidden_layers == 4
-    ids, outputs = torch.tensor([[7, 8, 9, 10, 11]]), []
-    for each in (draft, deeper):
-        with enabled(model, each):
-            model.generate(ids, max_new_tokens=20, do_sample=False)
-            outputs.append(last_stats(model).accepted_per_step)
-        assert each.config.check_fits(Target(model, "cpu")) is None
-    assert outputs[0] == outputs[1]
+    deeper.config.check_fits(Target(model, "cpu"))
+    noise, attend = torch.randn(1, BLOCK, 32), lambda module, query, key, value: (query @ key.mT @ value).transpose(1, 2)
+    grouped = lambda module, query, *pair: attend(module, query, *(x.repeat_interleave(2, dim=1) for x in pair))
+    before, after = (each.denoise(noise, torch.arange(BLOCK)[None], grouped) for each in (draft, deeper))
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    with torch.no_grad():
+        deeper.layers[3].mlp.down_proj.weight.fill_(0.1)
+    assert not torch.equal(deeper.denoise(noise, torch.arange(BLOCK)[None], grouped), before), "the layers added are run"
     assert deepened(draft, None) is deepened(draft, 2) is draft
     with pytest.raises(ValueError, match="layers: 1, but the DFlashDraftModel to start from has 2"):
         deepened(draft, 1)
@@ -200,12 +203,55 @@ def test_a_killed_run_resumes_to_the_same_numbers(trained_on, tmp_path):
         np.testing.assert_array_equal(value, resumed.params[name], err_msg=name)
 
 
-def test_training_stops_when_patience_ends(trained_on, tmp_path):
-    _, trainer = _trainer(trained_on, tmp_path, steps=40, evaluate_every=1, patience=2)
-    trainer.schedule.optimizer()
-    trainer.train_step = lambda params, state, *rest: (params, state, 1.0, 1.0, 0)  # nothing is learned
-    assert trainer.fit(progress=False).step == 3
+def test_training_stops_for_good_when_patience_ends(trained_on, tmp_path):
+    for _ in range(2):
+        _, trainer = _trainer(trained_on, tmp_path, steps=40, evaluate_every=1, patience=2)
+        trainer.train_step = lambda params, state, *rest: (params, state, 1.0, 1.0, 0)  # nothing is learned
+        assert trainer.fit(progress=False).step == 3
     assert (tmp_path / BEST).is_file()
+    with pytest.raises(ValueError, match="patience: 2, but no prompts are held out"):
+        Trainer(trainer.learner, trainer.frozen.target, trainer.schedule, trainer.dataset, None, tmp_path)
+
+
+def test_the_last_step_is_evaluated_and_may_be_the_best(trained_on, tmp_path):
+    _, trainer = _trainer(trained_on, tmp_path, steps=7)
+    trainer.fit(progress=False)
+    assert [entry["step"] for entry in _log(trainer) if "held_out" in entry] == [5, 7]
+    (tmp_path / BEST).unlink()
+    for name, value in trainer.best_params().items():
+        np.testing.assert_array_equal(value, trainer.params[name], err_msg="nothing was judged: the last ones")
+    (tmp_path / "checkpoint.safetensors").unlink()
+    with pytest.raises(ValueError, match="nothing has been trained"):
+        trainer.best_params()
+
+
+def test_a_checkpoint_of_another_draft_is_refused_by_name(trained_on, tmp_path):
+    model, *_ = trained_on
+    draft, trainer = _trainer(trained_on, tmp_path, steps=1)
+    trainer.fit(progress=False)
+    draft.config = dataclasses.replace(draft.config, block_size=BLOCK + 1)
+    params = tensors_of(draft)[0]
+    with pytest.raises(ValueError, match="block_size: 5, but .* was trained with 4"):
+        trained_params(tmp_path, params, identity_of(draft))
+    draft.config = dataclasses.replace(draft.config, block_size=BLOCK)
+    draft.vocabulary = torch.arange(20)
+    with pytest.raises(ValueError, match="draft_vocabulary: 20 ids, crc32 .* was trained with None"):
+        trained_params(tmp_path, params, identity_of(draft))
+
+
+def test_a_draft_that_guesses_among_all_ids_is_judged_on_all(trained_on, tmp_path):
+    model, _, held_out = trained_on
+    target, params = Target(model, "cpu"), bridge.params_of(model)
+    ids = np.arange(10, dtype=np.int32)  # the head of training knows few
+    head = ({**params, **target.head_rows(params, jnp.asarray(ids))}, vocabulary.columns_of(ids, target.vocab_size))
+    dataset = Dataset(corpus.read(held_out), layers=LAYERS)
+    draft = new_dflash(model, block_size=BLOCK, mask_token_id=MASK_ID, layers=1, taps=(0, 1, 2))
+    learner = DFlashLearner(draft, target, Recipe(8, 3.0, LossWeights()))
+    judge = lambda folder, **options: Trainer(learner, params, Schedule(1), dataset, dataset, tmp_path / folder, **options)
+    all_ids, few, judged = judge("a"), judge("b", head=head), judge("c", head=head, judged_on_all=True)
+    assert judged.evaluate(dataset) == all_ids.evaluate(dataset) != few.evaluate(dataset)
+    assert judged.loop_tau(dataset) == all_ids.loop_tau(dataset)
+    assert judged.frozen.columns is not None, "the loss runs over the few"
 
 
 def test_recorded_features_are_those_of_one_forward(trained_on):
@@ -232,10 +278,10 @@ def test_a_killed_generation_resumes_to_the_same_corpus(tmp_path, shard_format, 
     plan = corpus.CorpusPlan([("a", ids) for ids in random_prompts((5, 9, 3, 7, 6))], 2, 12, (7, 11), "", temperature)
     corpus.generate(model, plan, tmp_path / "whole", shard_format=shard_format)
     after_one = iter([False, True])
-    corpus.generate(model, plan, tmp_path / "parts", shard_format=shard_format, stop=lambda: next(after_one))
+    assert not corpus.generate(model, plan, tmp_path / "parts", shard_format=shard_format, stop=lambda: next(after_one))
     assert len(corpus.read(tmp_path / "parts")) == 1
     made = []
-    corpus.generate(model, plan, tmp_path / "parts", shard_format=shard_format, on_shard=lambda *done: made.append(done))
+    assert corpus.generate(model, plan, tmp_path / "parts", shard_format=shard_format, on_shard=lambda *done: made.append(done))
     assert [done[:2] for done in made] == [(2, 3), (3, 3)]
     whole, parts = (sum((sequences for _, sequences in corpus.read(tmp_path / name)), []) for name in ("whole", "parts"))
     assert len(whole) == 5
@@ -244,3 +290,7 @@ def test_a_killed_generation_resumes_to_the_same_corpus(tmp_path, shard_format, 
         assert a.ids[: a.prompt_length].tolist() in [ids for _, ids in plan.prompts]
     with pytest.raises(ValueError, match="other settings"):
         corpus.generate(model, corpus.CorpusPlan(plan.prompts, 2, 13, (7, 11)), tmp_path / "whole")
+    positions = model.config.max_position_embeddings
+    with pytest.raises(ValueError, match=f"max_new_tokens: {positions} .* beyond max_position_embeddings = {positions}"):
+        corpus.generate(model, corpus.CorpusPlan(plan.prompts, 2, positions, (7, 11)), tmp_path / "long")
+    assert not (tmp_path / "long").exists()

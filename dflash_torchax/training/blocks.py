@@ -15,7 +15,7 @@ class DFlashLearner(Learner):
     """`Learner` of a `DFlashDraftModel`."""
 
     def __init__(self, draft, target, recipe):
-        super().__init__(draft, target, recipe, fixed={name for name, _ in draft.named_buffers()})
+        super().__init__(draft, target, recipe)
         self.taps = draft.config.target_layer_ids
 
     def _logits(self, params, frozen, hidden):

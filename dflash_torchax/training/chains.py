@@ -23,7 +23,7 @@ class Eagle3Learner(Learner):
     def __init__(self, draft, target, recipe):
         if recipe.losses.regression:
             raise ValueError("regression: EAGLE-3 has its own head, so its hidden states are not the target's; set it to 0.")
-        super().__init__(draft, target, recipe, fixed={"embed_tokens.weight"} | {name for name, _ in draft.named_buffers()})
+        super().__init__(draft, target, recipe)
         self.taps = draft.config.taps_for(target.num_layers)
 
     def _logits(self, params, frozen, hidden):

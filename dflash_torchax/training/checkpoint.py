@@ -9,24 +9,32 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 
-def save(file, params, optimizer_state, record):
-    """Write parameters, optimizer state and a JSON-able record."""
+def save(file, params, optimizer_state, record, identity):
+    """Write parameters, optimizer state, and JSON-able: the record, and the `identity` of what is trained."""
     arrays = {f"params.{name}": np.asarray(value) for name, value in params.items()}
     arrays |= {f"optimizer.{i:04d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(optimizer_state))}
     scratch = file.with_name("writing-" + file.name)
-    save_file(arrays, scratch, metadata={"record": json.dumps(record)})
+    save_file(arrays, scratch, metadata={"record": json.dumps(record), "identity": json.dumps(identity)})
     os.replace(scratch, file)
 
 
-def load(file, params, optimizer_state):
-    """(params, optimizer_state, record) as saved; the arguments give names and structure.
+def load(file, params, optimizer_state, identity):
+    """(params, optimizer_state, record) as saved; the arguments give names, structure and what is trained.
+
+    `optimizer_state` None reads none.
 
     Raises:
-        ValueError: the checkpoint belongs to another model or optimizer.
+        ValueError: the checkpoint is another draft's: of other shapes, or of another `identity`.
     """
     with safe_open(file, framework="numpy") as opened:
-        record = json.loads(opened.metadata()["record"])
+        record, saved = (json.loads(opened.metadata()[name]) for name in ("record", "identity"))
+    for name, value in identity.items():
+        if saved.get(name) != value:
+            raise ValueError(f"{name}: {value}, but {file} was trained with {saved.get(name)}; give the options that run "
+                             f"began with, or the new run another name.")
     arrays = load_file(file)
+    if optimizer_state is None:
+        arrays = {name: array for name, array in arrays.items() if name.startswith("params.")}
     leaves, structure = jax.tree.flatten(optimizer_state)
     expected = {f"params.{name}": np.shape(value) for name, value in params.items()}
     expected |= {f"optimizer.{i:04d}": np.shape(leaf) for i, leaf in enumerate(leaves)}

@@ -97,17 +97,24 @@ def generate(model, corpus_plan, folder, *, layers=(), shard_format="safetensors
         on_shard: called with (batches done, batches in all, new tokens of this shard).
         stop: called before each batch; true ends the run there.
 
+    Returns:
+        whether the corpus is whole.
+
     Raises:
-        ValueError: the folder holds a corpus of another plan.
+        ValueError: the folder holds a corpus of another plan, or the target has too few positions for the longest sequence.
     """
-    folder = Path(folder)
+    folder, longest = Path(folder), max(len(ids) for _, ids in corpus_plan.prompts) + corpus_plan.max_new_tokens
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ValueError(f"max_new_tokens: {corpus_plan.max_new_tokens} behind the longest prompt make {longest} tokens, beyond "
+                         f"max_position_embeddings = {positions}. Lower it, or max_prompt_tokens.")
     _open_folder(folder, corpus_plan.manifest())
     batches = corpus_plan.batches()
     missing = [i for i in range(len(batches)) if not _shard_files(folder, i)]
     engine = _engine(model, layers) if missing else None
     for number in missing:
         if stop is not None and stop():
-            return
+            return False
         rows = [corpus_plan.prompts[i] for i in batches[number]]
         sequences, features = _continue(engine, rows, corpus_plan, number)
         file = folder / f"shard-{number:05d}.{shard_format}"
@@ -117,6 +124,7 @@ def generate(model, corpus_plan, folder, *, layers=(), shard_format="safetensors
         if on_shard is not None:
             done = len(batches) - len(missing) + missing.index(number) + 1
             on_shard(done, len(batches), sum(len(s.ids) - s.prompt_length for s in sequences))
+    return True
 
 
 def read(folder):

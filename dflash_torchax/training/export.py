@@ -1,6 +1,7 @@
 """Writing a trained draft in the layout that others read."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ from safetensors.torch import save_file
 
 from ..config import VOCABULARY_FILE
 
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
 
 def export_dflash(draft, params, folder, *, dtype=torch.bfloat16, card=None):
     """Write a DFlash draft in z-lab's v1 layout, for `load_draft`, PyPI `dflash` and vLLM.
@@ -16,27 +19,21 @@ def export_dflash(draft, params, folder, *, dtype=torch.bfloat16, card=None):
     Args:
         draft: the `DFlashDraftModel` that was trained (its config is written).
         params: name -> array, its trained parameters.
-        folder: created where missing; config.json, model.safetensors (draft_vocabulary.json, README.md) in it are replaced.
+        folder: created where missing; config.json, model.safetensors, draft_vocabulary.json (and README.md) in it are replaced.
+            Killed in between, it is left without config.json, never with the files of two drafts.
         dtype: torch dtype of the written weights.
         card: text of README.md, or None.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     names = {name for name, _ in draft.named_parameters()}
     if names != set(params):
         raise ValueError(f"params: {sorted(names ^ set(params))[:3]} are in only one of params and draft; "
                          f"pass the parameters of this draft.")
-    write_checkpoint(folder, dflash_fields(draft.config, dtype), params, dtype, card)
-    (folder / VOCABULARY_FILE).unlink(missing_ok=True)  # an earlier draft's
-    if draft.vocabulary is not None:
-        (folder / VOCABULARY_FILE).write_text(json.dumps(draft.vocabulary.tolist()) + "\n")
-    return folder
+    vocabulary = None if draft.vocabulary is None else draft.vocabulary.tolist()
+    return write_checkpoint(folder, dflash_fields(draft.config, dtype), params, dtype, card, vocabulary)
 
 
 def export_eagle3(draft, params, folder, *, dtype=torch.bfloat16, card=None):
     """Write an EAGLE-3 draft in SafeAILab's layout, for `load_draft` and vLLM; arguments as `export_dflash`."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     config, d2t = draft.config, draft.d2t.numpy()
     t2d = np.zeros(config.backbone.vocab_size, bool)
     t2d[np.arange(len(d2t)) + d2t] = True
@@ -57,8 +54,7 @@ def export_eagle3(draft, params, folder, *, dtype=torch.bfloat16, card=None):
                    "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
     if config.target_hidden_size != config.backbone.hidden_size:
         fields["target_hidden_size"] = config.target_hidden_size
-    write_checkpoint(folder, fields, {**params, "d2t": d2t, "t2d": t2d}, dtype, card)
-    return folder
+    return write_checkpoint(folder, fields, {**params, "d2t": d2t, "t2d": t2d}, dtype, card)
 
 
 def dflash_fields(config, dtype):
@@ -92,14 +88,28 @@ def backbone_json(backbone, dtype):
                      "dtype": str(dtype).removeprefix("torch.")}
 
 
-def write_checkpoint(folder, fields, params, dtype, card=None):
-    """config.json, model.safetensors (and README.md) of one draft."""
+def write_checkpoint(folder, fields, params, dtype, card=None, vocabulary=None):
+    """config.json and model.safetensors (draft_vocabulary.json, README.md) of one draft; returns the folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
     def tensor(value):
         value = torch.from_numpy(np.array(value))
         return value.to(dtype) if value.is_floating_point() else value
 
-    save_file({name: tensor(value).contiguous() for name, value in params.items()}, folder / "model.safetensors",
-              metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    if card is not None:
-        (folder / "README.md").write_text(card)
+    # All written first, then renamed, config.json last: without it the folder is no draft.
+    scratch = lambda name: folder / f"writing-{name}"
+    texts = {
+        "README.md": card,
+        VOCABULARY_FILE: None if vocabulary is None else json.dumps(vocabulary) + "\n",
+        CONFIG: json.dumps(fields, indent=2) + "\n",
+    }
+    save_file({name: tensor(value).contiguous() for name, value in params.items()}, scratch(WEIGHTS), metadata={"format": "pt"})
+    for name, text in texts.items():
+        if text is not None:
+            scratch(name).write_text(text)
+    for earlier in (CONFIG, VOCABULARY_FILE):
+        (folder / earlier).unlink(missing_ok=True)
+    for name in (WEIGHTS, *(name for name, text in texts.items() if text is not None)):
+        os.replace(scratch(name), folder / name)
+    return folder

@@ -4,6 +4,7 @@ A learner has `params` (trained, float32), `buffers`, `taps`, `block_size` and `
 """
 
 import dataclasses
+import zlib
 from typing import NamedTuple
 
 import jax
@@ -41,11 +42,18 @@ class Recipe:
         anchors: random anchors per sequence and step.
         gamma: decay of the position weights.
         losses: `LossWeights`.
+
+    Raises:
+        ValueError: gamma is not above 0, or there are no anchors.
     """
 
     anchors: int
     gamma: float
     losses: LossWeights
+
+    def __post_init__(self):
+        if self.anchors < 1 or self.gamma <= 0:
+            raise ValueError(f"anchors, gamma: {self.anchors}, {self.gamma}; take at least 1 anchor and a gamma above 0.")
 
 
 class Frozen(NamedTuple):
@@ -65,20 +73,18 @@ class Learner:
         draft: the HF module; its weights are where training starts.
         target: `target.Target`; the draft multiplies in its `products` dtype too.
         recipe: `Recipe`.
-        fixed: names of the draft's tensors that are read but not trained.
 
     A subclass sets `taps` and gives `_hidden(params, frozen, batch, positions)`, the draft's states that guess
     positions[..., 1:], and `_logits(params, frozen, hidden)`.
     """
 
-    def __init__(self, draft, target, recipe, fixed):
+    def __init__(self, draft, target, recipe):
         draft.config.check_fits(target)
         self.target, self.recipe, self.config = target, recipe, draft.config
         self.block_size = draft.config.block_size
         self.run = bridge.functionalize(draft, target.run.platform, target.run.products)
-        tensors = bridge.params_of(draft, dtype=jnp.float32)
-        self.params = {name: tensor for name, tensor in tensors.items() if name not in fixed}
-        self.buffers = {name: tensor for name, tensor in tensors.items() if name in fixed}
+        self.params, self.buffers = tensors_of(draft)
+        self.identity = identity_of(draft)
 
     def outcome(self, params, frozen, batch, anchors, exists):
         """`Outcome` of the draft at `anchors` int32 [rows, anchors] (where `exists`).
@@ -105,15 +111,33 @@ class Learner:
         return Outcome(loss, terms, accepted(logits, columns, real), exists)
 
 
+def tensors_of(draft):
+    """(trained, only read) tensors of a draft, name -> float32 array: buffers and an embedding of its own stay as they are."""
+    tensors = bridge.params_of(draft, dtype=jnp.float32)
+    fixed = {"embed_tokens.weight", *(name for name, _ in draft.named_buffers())} & tensors.keys()
+    return {name: tensor for name, tensor in tensors.items() if name not in fixed}, {name: tensors[name] for name in fixed}
+
+
+def identity_of(draft):
+    """What a run of this draft keeps to, beside the shapes of its parameters; JSON-able."""
+    config, ids = draft.config, getattr(draft, "vocabulary", None)
+    taps = config.target_layer_ids
+    return {
+        "block_size": config.block_size, "taps": None if taps is None else list(taps),
+        "mask_token_id": getattr(config, "mask_token_id", None),
+        "draft_vocabulary": None if ids is None else f"{len(ids)} ids, crc32 {zlib.crc32(ids.int().numpy().tobytes()):08x}",
+    }
+
+
 def sample_anchors(key, batch, count):
     """Random distinct anchors of each row's continuation: (int32 [rows, count], bool [rows, count] which exist).
 
-    An anchor is a generated token with at least one more behind it.
+    An anchor is a generated token with at least one more behind it. A batch narrower than `count` gives as many as it has slots.
     """
     slot = jnp.arange(batch.ids.shape[1], dtype=jnp.int32)
     allowed = (slot >= batch.prompt_lengths[:, None]) & (slot < batch.lengths[:, None] - 1)
     scores = jnp.where(allowed, jax.random.uniform(key, allowed.shape), -1.0)
-    scores, anchors = jax.lax.top_k(scores, count)
+    scores, anchors = jax.lax.top_k(scores, min(count, allowed.shape[1]))
     return anchors.astype(jnp.int32), scores >= 0
 
 

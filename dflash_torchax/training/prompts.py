@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+# Batches in a row without a word after which a target is taken to write no prompts.
+_EMPTY_BATCHES = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptSource:
@@ -15,6 +18,7 @@ class PromptSource:
 
     Fields:
         path: a JSONL file with one object per line, or `hf:owner/name[:split]` for a Hugging Face dataset.
+        config: configuration of the dataset, for those that ask for one.
         task: name under which held-out results are reported; default is the file's stem.
         share: weight of the task in the mix.
         hold_out: that many prompts at the END of the source are never trained on.
@@ -26,12 +30,19 @@ class PromptSource:
     share: float = 1.0
     hold_out: int = 0
     field: str = "prompt"
+    config: str | None = None
+
+    def __post_init__(self):
+        if not self.share > 0:
+            raise ValueError(f"prompts: share={self.share} of {self.path}; a share is above 0. Leave the source out instead.")
+        if self.config and not self.path.startswith("hf:"):
+            raise ValueError(f"prompts: config={self.config} of {self.path}, which is a file; only hf: datasets have one.")
 
     @classmethod
     def parse(cls, text):
-        """`PATH[,task=NAME][,share=S][,hold_out=N][,field=KEY]` as the command line spells it."""
+        """`PATH[,task=NAME][,share=S][,hold_out=N][,field=KEY][,config=NAME]` as the command line spells it."""
         path, *options = text.split(",")
-        types = {"task": str, "share": float, "hold_out": int, "field": str}
+        types = {"task": str, "share": float, "hold_out": int, "field": str, "config": str}
         fields = {}
         for option in options:
             name, _, value = option.partition("=")
@@ -49,7 +60,7 @@ class PromptSource:
 
     def read(self):
         """(prompts to train on, prompts held out); each a string or a list of chat messages."""
-        rows = _dataset_rows(self.path[3:]) if self.path.startswith("hf:") else _jsonl_rows(self.path)
+        rows = _dataset_rows(self.path[3:], self.config) if self.path.startswith("hf:") else _jsonl_rows(self.path)
         prompts = []
         for number, row in enumerate(rows, 1):
             if self.field not in row:
@@ -114,13 +125,13 @@ def _jsonl_rows(path):
     return rows
 
 
-def _dataset_rows(name):
+def _dataset_rows(name, config):
     try:
         from datasets import load_dataset
     except ImportError:
         raise ImportError("prompts: hf: sources need the package datasets. Run: pip install datasets") from None
     name, _, split = name.partition(":")
-    return load_dataset(name, split=split or "train")
+    return load_dataset(name, config, split=split or "train")
 
 
 def synthesise(model, tokenizer, count, folder, *, seed=0, batch_size=16, max_new_tokens=96):
@@ -129,28 +140,34 @@ def synthesise(model, tokenizer, count, folder, *, seed=0, batch_size=16, max_ne
     Args:
         model: HF target on the CPU.
         folder: the prompts are kept there as `synthesised.jsonl`, and read back when they are enough.
-        seed: of the sampling (temperature 1).
+        seed: of the sampling (temperature 1, no truncation).
 
     Returns:
-        a `PromptSource` of `count` prompts.
+        a `PromptSource` of `count` prompts, of which every tenth, at most 64, are held out.
 
     Raises:
-        ValueError: the tokenizer has no chat template.
+        ValueError: the tokenizer has no chat template, or the target writes nothing.
     """
     file = Path(folder) / "synthesised.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = [row["prompt"] for row in _jsonl_rows(file)] if file.is_file() else []
-    opening = _user_opening(tokenizer)
+    opening, empty = _user_opening(tokenizer), 0
     while len(kept) < count:
-        torch.manual_seed(seed + len(kept))
+        torch.manual_seed(seed + len(kept) + empty)
         ids = torch.tensor([opening] * batch_size)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=max_new_tokens)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+                             max_new_tokens=max_new_tokens)
         texts = tokenizer.batch_decode(out[:, len(opening) :], skip_special_tokens=True)
-        kept += [text.strip() for text in texts if text.strip()][: count - len(kept)]
+        written = [text.strip() for text in texts if text.strip()]
+        empty = 0 if written else empty + 1
+        if empty == _EMPTY_BATCHES:
+            raise ValueError(f"synthesise: {count}, but in {empty} batches the target ended every prompt before its first word; "
+                             f"give prompts instead.")
+        kept += written[: count - len(kept)]
         scratch = file.with_suffix(".tmp")
         scratch.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in kept))
         os.replace(scratch, file)
-    return PromptSource(str(file), task="synthesised")
+    return PromptSource(str(file), task="synthesised", hold_out=min(count // 10, 64))
 
 
 def _user_opening(tokenizer):

@@ -19,10 +19,10 @@ from .blocks import DFlashLearner
 from .chains import Eagle3Learner
 from .dataset import Dataset
 from .export import export_dflash, export_eagle3
-from .learner import Recipe
+from .learner import Recipe, identity_of, tensors_of
 from .losses import LossWeights, default_gamma
 from .taps import TapReader, compute_missing, target_params_of
-from .trainer import Trainer
+from .trainer import Trainer, trained_params
 
 CORPUS, HELD_OUT, DRAFT, VOCABULARY = "corpus", "held-out", "draft", "vocabulary.json"
 
@@ -81,6 +81,9 @@ def generate_corpora(model, tokenizer, sources, folder, options=CorpusOptions(),
         layers: layers whose hidden states are kept, `layers_of(draft, model)`; () keeps token ids only.
         eos_ids: ids that end a continuation; None takes the model's generation config's.
         hooks: on_shard, stop; see `corpus.generate`.
+
+    Returns:
+        whether both corpora are whole.
     """
     if eos_ids is None:
         eos_ids = model.generation_config.eos_token_id
@@ -90,10 +93,9 @@ def generate_corpora(model, tokenizer, sources, folder, options=CorpusOptions(),
               "temperature": options.temperature, "seed": options.seed if options.temperature else 0}
     held_out = prompts.held_out(sources, options.held_out)
     mixes = {HELD_OUT: held_out, CORPUS: prompts.mixed(sources, options.seed, options.sequences)}
-    for name, mix in mixes.items():
-        if mix:
-            plan = corpus.plan(mix, tokenizer, **common)
-            corpus.generate(model, plan, Path(folder) / name, layers=layers, shard_format=options.shard_format, **hooks)
+    plans = {name: corpus.plan(mix, tokenizer, **common) for name, mix in mixes.items() if mix}
+    return all(corpus.generate(model, plan, Path(folder) / name, layers=layers, shard_format=options.shard_format, **hooks)
+               for name, plan in plans.items())
 
 
 def layers_of(draft, model):
@@ -108,13 +110,12 @@ def is_eagle3(draft):
     return hasattr(draft, "advance")
 
 
-def occurring(folder, model):
-    """Every continuation of the corpus: (list of `Sequence`, the target's vocabulary size)."""
-    sequences = [s for _, shard in corpus.read(Path(folder) / CORPUS) for s in shard]
-    return sequences, model.get_input_embeddings().weight.shape[0]
+def continuations(folder):
+    """Every `corpus.Sequence` of the corpus in `folder`."""
+    return [s for _, shard in corpus.read(Path(folder) / CORPUS) for s in shard]
 
 
-def make_trainer(model, draft, folder, schedule, options=LearnOptions(), *, name=None, on_shard=None):  # noqa: B008
+def make_trainer(model, draft, folder, schedule, options=LearnOptions(), *, name=None, on_shard=None, stop=None):  # noqa: B008
     """A `Trainer` for `draft` on the corpora in `folder`, resuming what `folder/name` holds.
 
     Args:
@@ -123,33 +124,66 @@ def make_trainer(model, draft, folder, schedule, options=LearnOptions(), *, name
         schedule: `Schedule`.
         name: subfolder of the run; None takes the method's.
         on_shard: called after each shard whose hidden states were computed.
+        stop: called before each of those; true ends it, and there is no trainer yet: None is returned.
+
+    Raises:
+        ValueError: see `Trainer` and `learner.Recipe`; or `options.devices` is not a number of devices there are.
     """
+    devices = _devices(options.devices)
     folder, layers = Path(folder), layers_of(draft, model)
     products = None if options.compute_dtype == "float32" else jnp.dtype(options.compute_dtype)
     target, params = Target(model, jax.default_backend(), products=products), target_params_of(model)
-    recipe = Recipe(options.anchors, options.gamma or default_gamma(draft.config.block_size), options.losses)
+    gamma = default_gamma(draft.config.block_size) if options.gamma is None else options.gamma
+    recipe = Recipe(options.anchors, gamma, options.losses)
     learner = (Eagle3Learner if is_eagle3(draft) else DFlashLearner)(draft, target, recipe)
-    reader = TapReader(target, params, layers)
+    # Read in float32 whatever the products of training: what is kept serves every run.
+    reader = TapReader(target if products is None else Target(model, jax.default_backend()), params, layers)
     shards = {part: corpus.read(folder / part) for part in (CORPUS, HELD_OUT) if (folder / part).is_dir()}
     longest = max(len(s.ids) for part in shards.values() for _, rows in part for s in rows)
     width = -(-longest // 32) * 32
     if options.cache_taps:
         for part in shards.values():
-            compute_missing(part, reader, layers, width, schedule.batch_size, on_shard)
+            if not compute_missing(part, reader, layers, width, schedule.batch_size, on_shard, stop):
+                return None
     datasets = {part: Dataset(rows, layers=layers if options.cache_taps else None, width=width) for part, rows in shards.items()}
-    run = folder / (name or ("eagle3" if is_eagle3(draft) else "dflash"))
+    run = run_folder(folder, draft, name)
     ids = _vocabulary(draft, datasets[CORPUS], target, run, options)
     head = None
     if ids is not None:
         head = ({**params, **target.head_rows(params, jnp.asarray(ids))}, vocabulary.columns_of(ids, target.vocab_size))
-    mesh = None if options.devices is None else Mesh(np.array(jax.devices()[: options.devices]), ("data",))
-    return Trainer(learner, params, schedule, datasets[CORPUS], datasets.get(HELD_OUT), run, head=head, reader=reader, mesh=mesh)
+    mesh = None if devices is None else Mesh(np.array(devices), ("data",))
+    return Trainer(learner, params, schedule, datasets[CORPUS], datasets.get(HELD_OUT), run, head=head,
+                   judged_on_all=not is_eagle3(draft) and draft.vocabulary is None, reader=reader, mesh=mesh)
 
 
-def export(draft, trainer, folder=None, *, card=None):
-    """Write the best parameters of a run as a checkpoint: `folder`, by default `draft` in the run's folder."""
+def run_folder(folder, draft, name=None):
+    """Where the run `name` in `folder` keeps its checkpoints; None takes the method's name."""
+    return Path(folder) / (name or ("eagle3" if is_eagle3(draft) else "dflash"))
+
+
+def export(draft, run, folder=None, *, card=None):
+    """Write the best parameters of a run as a checkpoint.
+
+    Args:
+        draft: the draft the run trained, its options included; its weights are not used.
+        run: `run_folder` of the run.
+        folder: where to write; None takes `draft` in the run's folder.
+        card: text of README.md, or None.
+
+    Raises:
+        ValueError: the run trained nothing yet, or another draft.
+    """
     write = export_eagle3 if is_eagle3(draft) else export_dflash
-    return write(draft, trainer.best_params(), folder or trainer.folder / DRAFT, card=card)
+    params = trained_params(run, tensors_of(draft)[0], identity_of(draft))
+    return write(draft, params, folder or run / DRAFT, card=card)
+
+
+def _devices(count):
+    """The first `count` devices, or None for one without a mesh."""
+    found = jax.devices()
+    if count is not None and not 1 <= count <= len(found):
+        raise ValueError(f"devices: {count}, but there are {len(found)}; take 1 to {len(found)}.")
+    return None if count is None else found[:count]
 
 
 def _vocabulary(draft, dataset, target, run, options):
@@ -180,9 +214,9 @@ def draft_vocabulary(folder, name, model, count):
     Raises:
         ValueError: that run began with another number of ids.
     """
-    sequences, vocab_size = occurring(folder, model)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
     count = min(count, vocab_size)
-    ids = kept_ids(Path(folder) / name, lambda: vocabulary.frequent_ids(sequences, vocab_size, count))
+    ids = kept_ids(Path(folder) / name, lambda: vocabulary.frequent_ids(continuations(folder), vocab_size, count))
     if len(ids) != count:
         raise ValueError(f"draft_vocabulary: {count}, but the run in {Path(folder) / name} began with {len(ids)} ids; "
                          f"ask for as many, or give the new run another name.")

@@ -122,7 +122,7 @@ class ShardFeatures:
         return picked.reshape(len(rows), -1).view(ml_dtypes.bfloat16)
 
 
-def compute_missing(shards, reader, layers, width, batch_size=8, on_shard=None):
+def compute_missing(shards, reader, layers, width, batch_size=8, on_shard=None, stop=None):
     """Make the feature file of every shard that has none with these layers.
 
     Args:
@@ -131,9 +131,15 @@ def compute_missing(shards, reader, layers, width, batch_size=8, on_shard=None):
         width: slots every batch is padded to.
         batch_size: sequences per forward.
         on_shard: called after each shard that lacked them.
+        stop: called before each of those; true ends it there.
+
+    Returns:
+        whether all of them have one now.
     """
     for file, sequences in shards:
         if find_features(file, layers) is None:
+            if stop is not None and stop():
+                return False
             rows = []
             for start in range(0, len(sequences), batch_size):
                 chunk = sequences[start : start + batch_size]
@@ -145,6 +151,7 @@ def compute_missing(shards, reader, layers, width, batch_size=8, on_shard=None):
             save_features(feature_file(file, layers), rows)
             if on_shard is not None:
                 on_shard(file)
+    return True
 
 
 def target_params_of(model):

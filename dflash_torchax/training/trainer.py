@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import time
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Schedule:
         learning_rate, warmup: peak rate of a cosine schedule, and the share of `steps` that leads up to it.
         clip: largest global norm of the gradient.
         seed: of the order of the sequences and of the anchors.
-        evaluate_every, save_every: steps between evaluations, and between checkpoints.
+        evaluate_every, save_every: steps between evaluations (the last step has one as well), and between checkpoints.
         patience: evaluations without a better held-out tau after which to stop; None never stops early.
         held_out_anchors: anchors per held-out sequence.
     """
@@ -72,14 +73,20 @@ class Trainer:
         dataset, held_out: `Dataset`s; held_out may be None (then there is no tau to stop on).
         folder: where checkpoints and the log go; a checkpoint found there is resumed.
         head: (parameters the head runs on, columns of ids) from `vocabulary`; None uses the whole vocabulary.
+        judged_on_all: whether evaluation runs over the whole vocabulary all the same, as a draft without one of its own guesses.
         reader: `TapReader` to recompute features with, where the datasets have none.
         mesh: `jax.sharding.Mesh` with an axis "data" to split batches over.
 
     Raises:
-        ValueError: the batch does not divide over the mesh, or the checkpoint is another run's.
+        ValueError: the batch does not divide over the mesh, the checkpoint is another run's, or there is patience without a
+            held-out set.
     """
 
-    def __init__(self, learner, target_params, schedule, dataset, held_out, folder, *, head=None, reader=None, mesh=None):
+    def __init__(self, learner, target_params, schedule, dataset, held_out, folder, *, head=None, judged_on_all=False, reader=None,
+                 mesh=None):
+        if schedule.patience is not None and held_out is None:
+            raise ValueError(f"patience: {schedule.patience}, but no prompts are held out to judge by; hold some out "
+                             f"(hold_out=N of a prompt source), or leave patience out.")
         self.learner, self.schedule, self.reader = learner, schedule, reader
         self.dataset, self.held_out, self.folder = dataset, held_out, Path(folder)
         self._batch_sharding, everywhere = _shardings(mesh, schedule.batch_size)
@@ -89,12 +96,14 @@ class Trainer:
         self.params, self.state, self.record = learner.params, self.optimizer.init(learner.params), Record()
         self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / CHECKPOINT).is_file():
-            self.params, self.state, record = checkpoint.load(self.folder / CHECKPOINT, self.params, self.state)
+            self.params, self.state, record = checkpoint.load(
+                self.folder / CHECKPOINT, self.params, self.state, learner.identity)
             self.record = Record(**record)
         # Copies: the step donates its arguments, and the learner's own arrays are not the trainer's to give away.
         place = lambda tree: jax.tree.map(lambda x: jnp.array(x, copy=True, device=everywhere), tree)
         self.params, self.state = place(self.params), place(self.state)
         self.frozen = frozen if mesh is None else jax.device_put(frozen, everywhere)
+        self.judge = self.frozen._replace(head=self.frozen.target, columns=None) if judged_on_all else self.frozen
         self.train_step = jax.jit(self._train_step, donate_argnums=(0, 1))
         self.evaluate_step = jax.jit(self._evaluate_step)
         self.accepted_from = jax.jit(self._accepted_from)
@@ -103,10 +112,10 @@ class Trainer:
         """Train to the end of the schedule, to the end of patience, or until `stop()`; returns the `Record`."""
         schedule, record = self.schedule, self.record
         _truncate_log(self.folder / LOG, record.step)
-        bar = tqdm(total=schedule.steps, initial=record.step, unit="step", disable=not progress, dynamic_ncols=True)
+        bar = tqdm(total=schedule.steps, initial=record.step, unit="step", disable=None if progress else True, dynamic_ncols=True)
         shown, labels, began = {}, 0, time.perf_counter()
         since = began
-        while record.step < schedule.steps and not (stop is not None and stop()):
+        while record.step < schedule.steps and not self._out_of_patience() and not (stop is not None and stop()):
             batch = self._batch(self.dataset, self.dataset.indices_at(record.step, schedule.batch_size, schedule.seed))
             self.params, self.state, loss, tau, count = self.train_step(
                 self.params, self.state, self.frozen, batch, jnp.int32(record.step))
@@ -114,14 +123,12 @@ class Trainer:
             labels += int(count)
             shown |= {"loss": f"{loss:.3f}", "tau": f"{tau:.2f}", "tok/s": f"{labels / (time.perf_counter() - since):.0f}"}
             self._log({"step": record.step, "loss": float(loss), "tau": float(tau)})
-            if self.held_out is not None and record.step % schedule.evaluate_every == 0:
+            if self.held_out is not None and (record.step % schedule.evaluate_every == 0 or record.step == schedule.steps):
                 shown["held-out tau"] = f"{self._judge(began):.3f}"
             bar.set_postfix(shown, refresh=False)
             bar.update()
-            if record.step % schedule.save_every == 0 or record.step == schedule.steps:
+            if record.step % schedule.save_every == 0:
                 began = self._save(began)
-            if schedule.patience is not None and record.stale >= schedule.patience:
-                break
         bar.close()
         self._save(began)
         return record
@@ -130,7 +137,7 @@ class Trainer:
         """Teacher-forced figures: dict of tau, by_task (name -> tau) and accepted_by_position."""
         counts = {task: np.zeros(self.learner.block_size, np.int64) for task in dataset.tasks}
         for indices in dataset.in_order(self.schedule.batch_size):
-            accepted, exists = jax.device_get(self.evaluate_step(self.params, self.frozen, self._batch(dataset, indices)))
+            accepted, exists = jax.device_get(self.evaluate_step(self.params, self.judge, self._batch(dataset, indices)))
             for index, row, real in zip(indices, accepted, exists, strict=True):
                 if index >= 0:
                     counts[dataset.sequences[index].task] += np.bincount(row[real], minlength=self.learner.block_size)
@@ -141,16 +148,18 @@ class Trainer:
             "accepted_by_position": (total[::-1].cumsum()[::-1][1:] / max(total.sum(), 1)).round(4).tolist(),
         }
 
-    def loop_tau(self, dataset):
-        """tau by task as generating these continuations would give it: task -> (tau, steps).
+    def loop_tau(self, dataset, params=None):
+        """tau by task as generating these continuations would give it: task -> (tau, steps); near-ties aside, for the hidden
+        states are kept in bfloat16.
 
-        Greedy output does not depend on the draft, so every block's anchor follows from what the blocks before it accepted.
+        `params` None takes the present ones. Greedy output does not depend on the draft, so every block's anchor follows
+        from what the blocks before it accepted.
         """
-        steps = {task: [] for task in dataset.tasks}
+        params, steps = self.params if params is None else params, {task: [] for task in dataset.tasks}
         number, longest = self.schedule.held_out_anchors, max(len(s.ids) - s.prompt_length for s in dataset.sequences)
         for indices in dataset.in_order(self.schedule.batch_size):
             batch = self._batch(dataset, indices)
-            windows = [self.accepted_from(self.params, self.frozen, batch, jnp.int32(i)) for i in range(0, longest, number)]
+            windows = [self.accepted_from(params, self.judge, batch, jnp.int32(i)) for i in range(0, longest, number)]
             for index, row in zip(indices, np.concatenate(jax.device_get(windows), axis=1), strict=True):
                 if index >= 0:
                     sequence = dataset.sequences[index]
@@ -158,10 +167,11 @@ class Trainer:
         return {task: (round(1 + float(np.mean(taken)), 4), len(taken)) for task, taken in steps.items()}
 
     def best_params(self):
-        """The parameters of the best evaluation, or the last ones where nothing was evaluated."""
-        if (self.folder / BEST).is_file():
-            return checkpoint.load(self.folder / BEST, self.params, ())[0]
-        return jax.device_get(self.params)
+        """See `trained_params`."""
+        return trained_params(self.folder, self.params, self.learner.identity)
+
+    def _out_of_patience(self):
+        return self.schedule.patience is not None and self.record.stale >= self.schedule.patience
 
     def _train_step(self, params, state, frozen, batch, step):
         key = jax.random.fold_in(jax.random.key(self.schedule.seed), step)
@@ -199,7 +209,7 @@ class Trainer:
         self.record.stale += 1
         if figures["tau"] > self.record.best_tau:
             self.record.best_tau, self.record.stale = figures["tau"], 0
-            checkpoint.save(self.folder / BEST, self.params, (), dataclasses.asdict(self.record))
+            checkpoint.save(self.folder / BEST, self.params, (), dataclasses.asdict(self.record), self.learner.identity)
         seconds = round(self.record.seconds + time.perf_counter() - began, 1)
         self._log({"step": self.record.step, "seconds": seconds, "held_out": figures})
         return figures["tau"]
@@ -207,12 +217,29 @@ class Trainer:
     def _save(self, began):
         now = time.perf_counter()
         self.record.seconds += now - began
-        checkpoint.save(self.folder / CHECKPOINT, self.params, self.state, dataclasses.asdict(self.record))
+        checkpoint.save(self.folder / CHECKPOINT, self.params, self.state, dataclasses.asdict(self.record), self.learner.identity)
         return now
 
     def _log(self, entry):
         with (self.folder / LOG).open("a") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+def trained_params(folder, params, identity):
+    """The parameters of the best evaluation in a run's folder, or the last ones where nothing was evaluated.
+
+    Args:
+        params, identity: of the draft, see `learner.tensors_of` and `learner.identity_of`.
+
+    Raises:
+        ValueError: nothing was trained there, or another draft.
+    """
+    for name in (BEST, CHECKPOINT):
+        if (folder / name).is_file():
+            params, _, record = checkpoint.load(folder / name, params, None, identity)
+            if record["step"]:
+                return params
+    raise ValueError(f"folder: nothing has been trained in {folder}; train first.")
 
 
 def _tau(histogram):
@@ -231,8 +258,10 @@ def _walk(accepted, length):
 def _truncate_log(file, step):
     """Drop what a killed run logged after its last checkpoint: it is about to be done again."""
     if file.is_file():
-        lines = [line for line in file.read_text().split("\n") if line and json.loads(line)["step"] <= step]
-        file.write_text("".join(line + "\n" for line in lines))
+        *lines, _ = file.read_text().split("\n")  # behind the last newline: nothing, or half an entry
+        scratch = file.with_name("writing-" + file.name)
+        scratch.write_text("".join(line + "\n" for line in lines if json.loads(line)["step"] <= step))
+        os.replace(scratch, file)
 
 
 def _shardings(mesh, batch_size):

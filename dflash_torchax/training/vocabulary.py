@@ -3,12 +3,11 @@
 import numpy as np
 
 
-def occurring_ids(sequences, vocab_size, always=()):
-    """int32 [n], ascending: every id a continuation of the corpus holds, and `always`."""
+def occurring_ids(sequences, vocab_size):
+    """int32 [n], ascending: every id a continuation of the corpus holds."""
     seen = np.zeros(vocab_size, bool)
     for sequence in sequences:
         seen[sequence.ids[sequence.prompt_length :]] = True
-    seen[list(always)] = True
     return np.flatnonzero(seen).astype(np.int32)
 
 
