@@ -23,10 +23,12 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--prompts", required=True)
 parser.add_argument("--out", required=True)
 parser.add_argument("--target", help="folder or repo id")
-parser.add_argument("--mask-token-id", type=int, default=5, help="an id the target's text does not use")
+parser.add_argument("--mask-token-id", type=int, help="an id the target's text does not use; needed with --target")
 parser.add_argument("--sequences", type=int, default=1024)
 parser.add_argument("--steps", type=int, default=1000)
 args = parser.parse_args()
+if args.mask_token_id is None:
+    args.mask_token_id = parser.error("--mask-token-id: missing") if args.target else 5  # SmolLM2's <file_sep>
 
 folder = args.target or embedded_target_folder()
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

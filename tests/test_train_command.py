@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import runpy
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,6 +133,18 @@ def test_options_that_mean_nothing_together_are_refused(tmp_path, options):
     assert not (tmp_path / "run").exists()
 
 
+def test_the_example_trains_a_draft_and_uses_it(target_folder, tmp_path, capsys, monkeypatch):
+    options = ("--prompts", f"{target_folder}/prompts.jsonl", "--target", target_folder, "--out", tmp_path, "--steps", 3)
+    monkeypatch.setattr(sys, "argv", ["train_draft.py", *map(str, options)])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(Path(__file__).parents[1] / "examples" / "train_draft.py"), run_name="__main__")
+    assert "--mask-token-id" in capsys.readouterr().err
+    sys.argv += ["--mask-token-id", "5"]
+    runpy.run_path(str(Path(__file__).parents[1] / "examples" / "train_draft.py"), run_name="__main__")
+    assert "on a prompt it has not seen" in capsys.readouterr().out
+    load_draft(tmp_path / "dflash" / "draft")
+
+
 def test_init_fixes_what_a_draft_was_trained_with_and_no_more(target_folder, tmp_path):
     model = torch.nn.Module()
     argv = {"init": str(tmp_path / "draft"), "method": "dflash", "taps": None, "mask_token_id": None, "layers": 3, "block_size": 5}
@@ -239,7 +253,6 @@ else:
 
 def test_a_data_parallel_mesh_trains_to_the_same_parameters(tmp_path):
     import os
-    from pathlib import Path
 
     root = Path(__file__).parents[1]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4",

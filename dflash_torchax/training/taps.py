@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from .. import bridge
 from ..attention import AttentionView
 from ..cache import StaticKV, write_rows
-from ..proposers import Proposal
+from ..proposers import Autoregressive
 
 
 class Recorder:
@@ -44,7 +44,7 @@ class Recorder:
         return write_rows(cache, feature, starts, axis=0)
 
     def propose(self, params, target_params, state):
-        return Proposal(jnp.zeros((state.lengths.shape[0], 0), jnp.int32), state.draft_cache)
+        return Autoregressive.propose(self, params, target_params, state)
 
 
 class TapReader:
