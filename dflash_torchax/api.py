@@ -13,7 +13,7 @@ def enable(model, draft=None, *, block_size=None, max_length=None, cache="auto",
         model: HF causal language model, from `from_pretrained` or `load_target`.
         draft: `load_draft(...)`; None compiles plain autoregressive decoding.
         block_size: slots per block, anchor included, at most the draft's; None takes the draft's. "auto" chooses while
-            it generates, from acceptance seen and step cost measured; it never changes the output.
+            it generates, from acceptance seen and step cost measured; greedy output never changes.
         max_length: longest prompt + output to provide for. Then one cache length serves every call; None sizes
             caches by request, in powers of two.
         cache: the target's KV cache: "static" (contiguous), "paged" (`PagedCache(page_size=..., num_pages=...)` to size

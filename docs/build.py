@@ -45,6 +45,11 @@ def benchmark_document():
     return json.loads(BENCHMARK.read_text(encoding="utf-8"))
 
 
+def math_document():
+    """The committed run over math prompts alone."""
+    return json.loads(MATH.read_text(encoding="utf-8"))
+
+
 def studies(document):
     """(scaling study of the published rows, the same of the committed benchmark)."""
     return scaling.study(*scaling.published()), scaling.study(*scaling.from_benchmark(document))
@@ -54,11 +59,13 @@ def results_page(document):
     """docs/results.md."""
     published, own = studies(document)
     parts = ["# Results", _HOW, _MACHINE.format(cores=document["environment"]["cores"])]
-    parts += ["## Methods side by side", report.markdown(document).strip()]
+    parts += ["## Methods side by side", ratios_line(document), report.markdown(document).strip()]
+    if MATH.is_file():
+        parts.append(math_line(math_document(), "results/math.json"))
     parts += [f"![{alt}](images/{name}.svg)" for name, alt in _PLOTS.items()]
     parts += ["## What longer blocks would bring", _STUDY, f"**{published['source']}**", _study(published)]
     parts += ["![Expected tau by block size, published rows](images/scaling.svg)", f"**{own['source']}**", _study(own)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _study(study):
@@ -78,20 +85,38 @@ def readme_block(document):
         "Speedup is over `ar`, our own compiled loop without a draft; `hf` is transformers' generate, `zlab` z-lab's own loop, "
         "both in PyTorch. All figures, definitions and plots: [docs/results.md](docs/results.md)."
     )
-    parts += [line for line in report.notes(document) if "busy" in line]
+    parts.append(ratios_line(document))
+    parts += _busy(document)
     parts.append(f"Measured {report.environment_line(document)}.")
     if MATH.is_file():
-        parts.append(_math_line(json.loads(MATH.read_text(encoding="utf-8"))))
-    return "\n\n".join(parts) + "\n"
+        parts.append(math_line(math_document(), "docs/results/math.json"))
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _math_line(document):
-    """One sentence of a run over math prompts alone."""
+def ratios_line(document):
+    """A sentence on our best DFlash method against HF and z-lab on gsm8k, or '' where the run has none of these."""
+    sizes = document["summary"].get("gsm8k", {})
+    times = {label: figures["ms_per_token"] for label, figures in next(iter(sizes.values()), {}).items()}
+    by_name = {label: document["methods"][label]["method"] for label in times if times[label] is not None}
+    ours = min((label for label, name in by_name.items() if name == "dflash"), key=times.get, default=None)
+    others = [label for label, name in by_name.items() if name in ("hf", "zlab")]
+    if ours is None or not others:
+        return ""
+    ratios = " and ".join(f"{times[label] / times[ours]:.2f} times as fast as `{label}` ({times[label]:.1f})" for label in others)
+    return f"On gsm8k `{ours}` takes {times[ours]:.1f} ms/token: {ratios}."
+
+
+def _busy(document):
+    return [line for line in report.notes(document) if "busy" in line]
+
+
+def math_line(document, link):
+    """A few sentences on a run over math prompts alone."""
     rows = [dict(zip(report.COLUMNS, row, strict=True)) for row in next(iter(report.tables(document)))[1]]
     cells = [f"{row['method']} {row['ms/token']}" + ("" if row["tau"] == "-" else f" (tau {row['tau']})") for row in rows]
     load = document["environment"]["load_average_at_start"]
-    return ("`make results-math`, ten math prompts alone ([results/math.json](docs/results/math.json)), ms/token: "
-            f"{', '.join(cells)}; load {load} when it began.")
+    told = f"`make results-math`, ten math prompts alone ([results/math.json]({link})), ms/token: {', '.join(cells)}; "
+    return " ".join(line for line in (f"{told}load {load} when it began.", ratios_line(document), *_busy(document)) if line)
 
 
 def with_block(text, block):
@@ -133,7 +158,7 @@ def docstring(value):
     lines, listed = [], False
     for line in (inspect.getdoc(value) or "").splitlines():
         section = re.fullmatch(r"(Args|Fields|Returns|Raises|Yields):", line)
-        item = listed and re.match(r"    ([\w, *.`]+): (.*)", line)
+        item = listed and re.match(r"    (\S[\w, *.`]*): (.*)", line)
         if section:
             listed = section[1] in ("Args", "Fields", "Raises")
             lines += ["", f"**{section[1]}**", ""]

@@ -1,5 +1,6 @@
 """Laws of the benchmark: every method on every batch, figures follow from the records, ours equals z-lab's to the token."""
 
+import io
 import json
 import random
 
@@ -32,40 +33,11 @@ def document(tmp_path_factory):
             "".join(json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n" for row in rows)
         )
     methods = ["ar", "dflash", "eagle3:3", "prompt-lookup", "hf", "hf-prompt-lookup"] + (["zlab"] if _zlab() else [])
-    code = main(
-        [
-            str(word)
-            for word in (
-                "benchmark",
-                "--target",
-                folder / "target",
-                "--draft",
-                folder / "draft",
-                "--eagle3",
-                folder / "eagle3",
-                "--prompts",
-                folder / "one.jsonl",
-                "--prompts",
-                f"second={folder / 'two.jsonl'}",
-                "--methods",
-                ",".join(methods),
-                "--max-new-tokens",
-                NEW,
-                "--num-prompts",
-                2,
-                "--repeats",
-                2,
-                "--block-sizes",
-                "4",
-                "--output",
-                folder / "out.json",
-                "--markdown",
-                folder / "out.md",
-                "--plots",
-                folder / "plots",
-            )
-        ]
-    )
+    argv = ["benchmark", "--target", folder / "target", "--draft", folder / "draft", "--eagle3", folder / "eagle3"]
+    argv += ["--prompts", folder / "one.jsonl", "--prompts", f"second={folder / 'two.jsonl'}", "--methods", ",".join(methods)]
+    argv += ["--max-new-tokens", NEW, "--num-prompts", 2, "--repeats", 2, "--block-sizes", "4"]
+    argv += ["--output", folder / "out.json", "--markdown", folder / "out.md", "--plots", folder / "plots"]
+    code = main([str(word) for word in argv])
     assert code == 0
     return json.loads((folder / "out.json").read_text()), folder
 
@@ -117,6 +89,7 @@ def test_markdown_and_plots_show_every_method(document):
     data, folder = document
     text = (folder / "out.md").read_text()
     assert text == report.markdown(data)
+    assert text.count("peak MB") == 1
     for label in data["methods"]:
         assert f"| {label} |" in text
     assert {path.name for path in (folder / "plots").iterdir()} == {"speedup.svg", "tau.svg", "positions.svg", "tokens.svg"}
@@ -124,22 +97,8 @@ def test_markdown_and_plots_show_every_method(document):
 
 def test_json_on_stdout_is_the_whole_output(document, capsys):
     _, folder = document
-    code = main(
-        [
-            "benchmark",
-            "--json",
-            "--target",
-            str(folder / "target"),
-            "--prompts",
-            str(folder / "one.jsonl"),
-            "--num-prompts",
-            "2",
-            "--batch-sizes",
-            "2",
-            "--max-new-tokens",
-            str(NEW),
-        ]
-    )
+    argv = ["benchmark", "--json", "--target", folder / "target", "--prompts", folder / "one.jsonl", "--num-prompts", 2]
+    code = main([str(word) for word in (*argv, "--batch-sizes", 2, "--max-new-tokens", NEW)])
     captured = capsys.readouterr()
     data = json.loads(captured.out)
     assert (code, captured.err) == (0, "")
@@ -295,6 +254,35 @@ def test_a_prompt_file_is_read_or_refused_with_its_line(tmp_path):
         file.write_text('{"prompt": "a"}\n' + line + "\n")
         with pytest.raises(ValueError, match="some.jsonl line 2"):
             prompts.file_set(str(file), 9)
+
+
+def test_a_prompt_file_with_an_equals_sign_in_its_path(tmp_path, monkeypatch):
+    folder = tmp_path / "lr=0.1"
+    folder.mkdir()
+    (folder / "q.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.chdir(tmp_path)
+    assert [prompts.file_set(text, 1).name for text in ("lr=0.1/q.jsonl", "mine=lr=0.1/q.jsonl")] == ["q", "mine"]
+    with pytest.raises(FileNotFoundError, match="lr=0.2/q.jsonl is not a file"):
+        prompts.file_set("lr=0.2/q.jsonl", 1)
+
+
+def test_memory_is_shown_once_with_the_call_it_was_measured_over(document):
+    data, _ = document
+    data = {**data, "methods": {"ar": {**data["methods"]["ar"], "peak_memory_bytes": 7e6}}}
+    words = data["runs"][0]["prompt_tokens"][0]
+    assert list(report.memory(data)) == [("ar", f"one, batch 1, {words} prompt and {NEW} new tokens", "7")]
+    assert not any("peak" in column for column in report.COLUMNS)
+    assert "peak_memory_bytes" in data["definitions"]
+
+
+def test_names_of_sets_are_no_markup(document):
+    from rich.console import Console
+
+    data, _ = document
+    named = {**data, "summary": {"a[/v2] :100:": data["summary"]["one"]}}
+    console = Console(file=io.StringIO(), width=200)
+    report.print_rich(named, console)
+    assert console.file.getvalue().count("a[/v2] :100:") >= 2  # a title and the first column of acceptance by position
 
 
 def test_later_turns_follow_the_targets_own_answer():

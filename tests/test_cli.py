@@ -3,11 +3,12 @@
 import contextlib
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dflash_torchax.cli import COMMANDS, main, output
+from dflash_torchax.cli import COMMANDS, chat, main, output
 from dflash_torchax.cli.info import dialect_of
 
 from .checkpoints import FIELDS, greedy, save_draft, save_eagle3, save_target, tiny_tokenizer
@@ -46,11 +47,10 @@ def _models(pair):
 
 
 def test_help_of_every_command_answers_with_examples(cli):
-    for argv in ([], *([name] for name in COMMANDS if name not in ("study", "compile", "train"))):
+    for argv in ([], *([name] for name in COMMANDS), ["study", "scaling"], ["study", "k-flat"]):
         code, out, err = cli(*argv, "--help")
         assert (code, err) == (0, "")
         assert "examples:" in out
-    assert cli("study", "scaling", "--help")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,8 @@ def test_help_of_every_command_answers_with_examples(cli):
         ["generate", "x", "--max-new-tokens", "0"],
         ["benchmark", "--block-sizes", "4,x"],
         ["study"],
+        ["study", "k-flat", "--repeats", "0"],
+        ["study", "k-flat", "--context", "0"],
     ],
 )
 def test_wrong_usage_exits_with_2(cli, argv):
@@ -107,6 +109,19 @@ def test_generate_json_is_one_object(cli, pair, monkeypatch):
         (["study", "scaling", "--benchmark", "/no/such/file.json"], "--benchmark"),
         (["study", "scaling", "--cost", "1=x"], "cost"),
         (["study", "scaling", "--cost", "2=3.0"], "width 1"),
+        (["study", "scaling", "--plot", "p.jpeg"], "--plot: 'p.jpeg' names no format"),
+        (["study", "k-flat", "--output", "k.json", "--plot", "k"], "--plot: 'k' names no format"),
+        (["compile", "--preset", "qwen3-4b", "--plot", "p"], "--plot: 'p' names no format"),
+        # Options that would have no effect.
+        (["generate", "w7", "--draft", "none", "--block-size", "4"], "--block-size: 4"),
+        (["generate", "w7", "--target", "a/b", "--block-size", "auto"], "--block-size: auto"),
+        (["chat", "--target", "a/b", "--block-size", "4"], "--block-size: 4"),
+        (["generate", "w7", "--raw", "--system", "Be brief."], "--system: 'Be brief.'"),
+        (["study", "k-flat", "--preset", "qwen3-4b", "--topology", "v5p:2x2x1", "--target", "a/b"], "--target: 'a/b'"),
+        (["compile", "--preset", "qwen3-4b", "--draft", "none", "--block-size", "6,10"], "--block-size"),
+        (["compile", "--preset", "qwen3-4b", "--draft", "none", "--tau", "3"], "--tau"),
+        (["compile", "--target", "a/b", "--draft", "c/d", "--preset", "qwen3-4b"], "--preset: 'qwen3-4b'"),
+        (["compile", "--preset", "qwen3-4b", "--benchmark", "b.json", "--tau", "3"], "--tau: 3.0"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(cli, argv, named):
@@ -238,6 +253,46 @@ def test_no_color_and_pipes_get_no_escape_codes(pair, monkeypatch):
     assert "\x1b[32m" in shown()
     monkeypatch.setenv("NO_COLOR", "1")
     assert shown() == "w7 w8 w9\n"
+
+
+def test_the_models_text_is_written_as_it_is(monkeypatch):
+    said = "warn :100: [b]x[/b]\tcol\ttwo [/v2]\r\n\tend"
+    for terminal, colour in ((False, False), (True, False), (True, True)):
+        stream = io.StringIO()
+        stream.isatty = lambda terminal=terminal: terminal
+        monkeypatch.setattr("sys.stdout", stream)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        writer = chat.Writer(output.console(), SimpleNamespace(decode=lambda ids, **_: said if ids else ""))
+        writer.add([7], 1 if colour else 0)
+        writer.end()
+        assert stream.getvalue() == (f"\x1b[32m{said}\x1b[0m\n" if colour else said + "\n")
+
+
+def test_info_shows_a_path_with_brackets_as_it_is(cli, pair, tmp_path):
+    folder = tmp_path / "runs[v2]" / "a[" / "v2]"
+    save_draft(folder, pair[2])
+    code, out, err = cli("info", folder)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{folder}\n")
+
+
+def test_stats_of_a_stopped_answer_are_its_own():
+    def prepare(ids, **options):
+        stats = SimpleNamespace(num_prefill_tokens=3, num_drafted_tokens=8, acceptance_length=2.5, acceptance_rate=0.5)
+        return SimpleNamespace(blocks=lambda: iter([([[7]], [0]), ([[8, 9]], [1])]), cache=None, stats=stats)
+
+    loaded = SimpleNamespace(tokenizer=tiny_tokenizer(), model=SimpleNamespace(generate=SimpleNamespace(prepare=prepare)))
+    talk = chat.Conversation(loaded, None, NEW, {})
+    assert talk.stats_line() is None
+    assert list(talk.reply("w7")) == [([7], 0), ([8, 9], 1)]
+    assert "3 tokens" in talk.stats_line()
+    assert "tau 2.50" in talk.stats_line()
+    stopped = talk.reply("w8")
+    next(stopped)
+    stopped.close()
+    assert talk.stats_line().startswith("1 tokens in ")
+    assert talk.stats_line().endswith("then stopped")
 
 
 def test_a_file_is_whole_or_not_there(tmp_path):

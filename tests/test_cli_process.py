@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_torchax.cli import output
+from dflash_torchax.cli import main, output
 
 from .checkpoints import save_draft, save_target
 
@@ -158,6 +158,45 @@ def test_an_interrupt_that_a_library_swallowed_is_raised_again():
             output.check_interrupted()
     with output.tidy_terminal():
         output.check_interrupted()
+
+
+def _fails(*_):
+    raise RuntimeError("no plot today")
+
+
+def test_a_failing_plot_leaves_the_json(capsys, monkeypatch, tmp_path):
+    from dflash_torchax.aot import pair as aot_pair
+    from dflash_torchax.aot import plots as aot_plots
+    from dflash_torchax.benchmark import plots
+    from dflash_torchax.cli import compile as compile_command
+    from dflash_torchax.cli import k_flat
+
+    for module, name in ((aot_plots, "programs"), (aot_plots, "widths"), (plots, "scaling")):
+        monkeypatch.setattr(module, name, _fails)
+    monkeypatch.setattr(k_flat, "study", lambda *_: {"rows": []})
+    monkeypatch.setattr(aot_pair, "compile_pair", lambda *_, **__: {"programs": []})
+    monkeypatch.setattr(compile_command, "_modules", lambda args: (None, None))
+    for module in (k_flat, compile_command):
+        monkeypatch.setattr(module, "_show", lambda document: None)
+    file, plot = tmp_path / "out.json", ("--plot", tmp_path / "p.svg")
+    for argv in (
+        ["study", "scaling", "--output", file],
+        ["study", "k-flat", "--output", file],
+        ["compile", "--preset", "qwen3-4b", "--json", file],
+    ):
+        assert main([str(word) for word in (*argv, *plot)]) == 1
+        assert "no plot today" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["out.json"], argv
+        assert json.loads(file.read_text())
+        file.unlink()
+
+
+def test_a_missing_matplotlib_is_told_before_the_work(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    plot = ("--plot", str(tmp_path / "p.svg"))
+    for argv in (["study", "scaling", *plot], ["study", "k-flat", *plot], ["compile", "--preset", "qwen3-4b", *plot]):
+        assert main(argv) == 1
+        assert capsys.readouterr().err.startswith("dflash-torchax: --plot: matplotlib is missing")
 
 
 def test_ctrl_c_ends_a_generation_with_the_text_so_far(models, tmp_path):

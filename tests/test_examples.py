@@ -1,4 +1,7 @@
-"""Law: the examples run as they are written (here on a tiny model; by hand on SmolLM2)."""
+"""Law: four examples run as they are written, on a tiny model; the others tell how they are used.
+
+The others run on SmolLM2, by hand.
+"""
 
 import io
 import json
@@ -43,6 +46,20 @@ def test_example(name, says, pair, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["demo", "train_draft", "multi_chip", "tpu_quickstart"])
+def test_example_tells_how_it_is_used(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])  # the last two take no options: anything but 0 or 2 words is explained
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    said = capsys.readouterr().out + str(stop.value.code)
+    assert f"python examples/{name}.py" in said or "usage: " in said
+
+
+def test_every_example_is_tested():
+    tested = {"quickstart", "batch", "sampling", "chat", "demo", "train_draft", "multi_chip", "tpu_quickstart"}
+    assert {path.stem for path in EXAMPLES.glob("[!_]*.py")} == tested
 
 
 def test_quickstart_is_short():

@@ -92,10 +92,32 @@ def test_the_command_reads_a_benchmark_and_writes_json_and_plot(tmp_path, capsys
     document = json.loads(captured.out)
     assert captured.err == ""
     assert document["tasks"][0]["expected_tau"][1] == 2.0
-    assert document["tasks"][0]["best"]["block_size"] == 4 or document["tasks"][0]["best"]["speedup"] >= 1
+    # Widths 1..4 cost 1, 4/3, 5/3, 2 ms for tau 1, 1.5, 1.9, 2: three slots are best.
+    assert document["tasks"][0]["best"] == {"block_size": 3, "ms_per_token": 0.8772, "speedup": 1.14}
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
     assert main([*argv, "--method", "nonsense"]) == 1
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_plots_of_equal_data_are_equal_and_carry_no_date(tmp_path):
+    from dflash_torchax.aot import plots
+
+    document = {"title": "t", "rows": [{"width": 1, "ms": 1.0}, {"width": 2, "ms": 1.5}]}
+    for suffix, date in ((".svg", b"<dc:date>"), (".pdf", b"CreationDate")):
+        files = [tmp_path / f"{name}{suffix}" for name in ("one", "two")]
+        for file in files:
+            plots.widths(document, file)
+        assert date not in files[0].read_bytes()
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_cost_file_with_an_equals_sign_in_its_path(tmp_path, monkeypatch):
+    (tmp_path / "k=1").mkdir()
+    (tmp_path / "k=1" / "flat.json").write_text('{"1": 2, "4": 3.5}')
+    monkeypatch.chdir(tmp_path)
+    assert scaling.parse_cost("k=1/flat.json") == {1: 2.0, 4: 3.5}
+    long = ",".join(f"{width}={width}.5" for width in range(1, 100))  # longer than a file's name may be
+    assert len(scaling.parse_cost(long)) == 99
 
 
 def test_cost_tables_from_text_and_files(tmp_path):

@@ -1,5 +1,9 @@
 """Plots of what a compiler said, as image files."""
 
+from pathlib import Path
+
+from ..benchmark.plots import UNDATED
+
 
 def _axes(size):
     try:
@@ -14,6 +18,10 @@ def _axes(size):
     return figure, figure.add_subplot()
 
 
+def _save(figure, path):
+    figure.savefig(path, dpi=120, metadata=UNDATED.get(Path(path).suffix.lower()))
+
+
 def programs(document, path):
     """Bars of estimated and roofline ms per program of a `pair.compile_pair` document."""
     rows = document["programs"]
@@ -26,7 +34,7 @@ def programs(document, path):
         ylabel="ms", title=f"{document['topology']}, tp {document['tp']}, batch {document['batch']}, context {document['context']}"
     )
     axes.legend()
-    figure.savefig(path, dpi=120)
+    _save(figure, path)
 
 
 def widths(document, path):
@@ -42,4 +50,4 @@ def widths(document, path):
     axes.set_yscale("log")
     axes.set(xlabel="tokens verified at once", ylabel="ms", title=document["title"])
     axes.legend()
-    figure.savefig(path, dpi=120)
+    _save(figure, path)

@@ -1,7 +1,7 @@
 """Configs of published target and draft pairs, written from the models' public architecture.
 
-A program depends on shapes, layer ids and dtypes only. Where a checkpoint's fact is unknown here and changes no shape
-(the UltraChat draft's mask id), any id of the vocabulary stands in for it.
+What the compiler says of a program depends on shapes, layer ids and dtypes only. Where a checkpoint's fact is unknown here and
+changes no shape (the UltraChat draft's mask id), any id of the vocabulary stands in for it; such programs are not to be run.
 """
 
 _QWEN3 = {
@@ -64,3 +64,5 @@ PRESETS = {
     "qwen3-8b": (_QWEN3_8B, _draft(_QWEN3_8B, 16, 151669, [1, 9, 17, 25, 33])),
     "llama3.1-8b": (_LLAMA_31_8B, _draft(_LLAMA_31_8B, 10, 128255, [1, 8, 15, 22, 29])),
 }
+# Presets whose draft's mask id is a stand-in.
+STAND_INS = {"llama3.1-8b"}

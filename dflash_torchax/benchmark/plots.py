@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+# What savefig would write a date into, by suffix: equal data give equal files.
+UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
 
 
@@ -22,7 +24,7 @@ def _save(figure, path):
     from ..cli.output import replacing
 
     with replacing(path) as scratch:
-        figure.savefig(scratch, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(scratch, dpi=120, metadata=UNDATED.get(path.suffix.lower()))
     return path
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -82,10 +83,7 @@ def file_set(text, count):
     Raises:
         FileNotFoundError, ValueError: no such file, or a line that is not such an object; names file and line.
     """
-    name, _, path = text.rpartition("=")
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f'prompts: {path} is not a file; give JSON lines like {{"prompt": "..."}}.')
+    name, path = _name_and_path(text)
     found = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -96,6 +94,14 @@ def file_set(text, count):
     if not found:
         raise ValueError(f'prompts: {path} has no line; give JSON lines like {{"prompt": "..."}}.')
     return PromptSet(name or path.stem, tuple(found), f"{path.name}, first {len(found)}")
+
+
+def _name_and_path(text):
+    """(name or '', path) of FILE or NAME=FILE; both may contain '='."""
+    for name, path in (("", text), text.partition("=")[::2], text.rpartition("=")[::2]):
+        if path and os.path.isfile(os.path.expanduser(path)):
+            return name, Path(path).expanduser()
+    raise FileNotFoundError(f'prompts: {text} is not a file; give FILE or NAME=FILE of JSON lines like {{"prompt": "..."}}.')
 
 
 def shipped_sets(count):

@@ -11,9 +11,9 @@ COLUMNS = (
     "tau",
     "accepted",
     "exact",
-    "peak MB",
     "compile s",
 )
+MEMORY, MEMORY_COLUMNS = "Memory, one call for each method", ("method", "the call", "peak MB")
 
 
 def tables(document):
@@ -26,7 +26,6 @@ def tables(document):
 
 
 def _row(label, figures, facts):
-    peak = facts.get("peak_memory_bytes")
     return [
         label,
         _number(figures["ms_per_token"], 1),
@@ -36,7 +35,6 @@ def _row(label, figures, facts):
         _number(figures.get("tau"), 2),
         _percent(figures.get("acceptance_rate")),
         figures.get("exact", "-"),
-        _number(None if peak is None else peak / 1e6, 0),
         _number(facts["compile_seconds"] or None, 1),
     ]
 
@@ -61,6 +59,18 @@ def positions(document):
         for label, figures in next(iter(sizes.values())).items():
             if figures.get("acceptance_by_position"):
                 yield name, label, figures["acceptance_by_position"]
+
+
+def memory(document):
+    """Rows (method, the one call it was measured over, peak MB)."""
+    first = {}
+    for record in document["runs"]:
+        first.setdefault(record["method"], record)
+    for label, facts in document["methods"].items():
+        if facts.get("peak_memory_bytes") is not None and label in first:
+            record = first[label]
+            sizes = f"{sum(record['prompt_tokens'])} prompt and {sum(record['new_tokens'])} new tokens"
+            yield label, f"{record['set']}, batch {record['batch_size']}, {sizes}", f"{facts['peak_memory_bytes'] / 1e6:.0f}"
 
 
 def notes(document):
@@ -116,26 +126,30 @@ def environment_line(document):
 
 def print_rich(document, console):
     """Print everything on a rich console."""
-    from rich.table import Table
-
     for title, rows in tables(document):
-        table = Table(title=title, title_justify="left")
-        for column in COLUMNS:
-            table.add_column(column, justify="left" if column == "method" else "right", no_wrap=column == "method")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    shares = list(positions(document))
+        console.print(_rich_table(title, COLUMNS, rows, left=("method",)))
+    shares = [(name, label, " ".join(_share(share) for share in row)) for name, label, row in positions(document)]
     if shares:
-        table = Table(title="Acceptance by position (0 is the anchor; a row sums to tau)", title_justify="left")
-        for column in ("set", "method", "share of steps"):
-            table.add_column(column, no_wrap=column != "share of steps")
-        for name, label, row in shares:
-            table.add_row(name, label, " ".join(_share(share) for share in row))
-        console.print(table)
+        columns = ("set", "method", "share of steps")
+        console.print(_rich_table("Acceptance by position (0 is the anchor; a row sums to tau)", columns, shares, left=columns))
+    if peaks := list(memory(document)):
+        console.print(_rich_table(MEMORY, MEMORY_COLUMNS, peaks, left=MEMORY_COLUMNS[:2]))
     for line in notes(document):
         console.print(line, markup=False)
     console.print(environment_line(document), style="dim", markup=False)
+
+
+def _rich_table(title, columns, rows, left):
+    """A table whose texts are shown as they are: names of sets and methods are no markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title, "table.title"), title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=column in ("set", "method"))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def markdown(document, definitions=True):
@@ -149,6 +163,8 @@ def markdown(document, definitions=True):
             "**Acceptance by position** (0 is the anchor; a row sums to tau)\n\n"
             + markdown_table(("set", "method", "share of steps"), shares, left=3)
         )
+    if peaks := list(memory(document)):
+        parts.append(f"**{MEMORY}**\n\n" + markdown_table(MEMORY_COLUMNS, peaks, left=2))
     parts.append("\n".join(f"- {line}" for line in notes(document)))
     if definitions:
         parts.append("\n".join(f"- `{name}`: {text}." for name, text in DEFINITIONS.items()))

@@ -7,6 +7,7 @@ the mean ratio of the last positions, `constant` with the one ratio that gives t
 
 import json
 import math
+import os
 from pathlib import Path
 
 from .summary import constant_acceptance
@@ -172,13 +173,13 @@ def parse_cost(text):
         ValueError, FileNotFoundError: neither.
     """
     explain = "cost: give WIDTH=MS,WIDTH=MS,... or a JSON file of `dflash-torchax study k-flat`"
-    if "=" in text:
+    path = Path(os.path.expanduser(text))
+    if "=" in text and not os.path.isfile(path):  # Path.is_file raises for a long table
         try:
             return _checked({int(width): float(ms) for width, ms in (pair.split("=") for pair in text.split(","))}, explain)
         except ValueError:
             raise ValueError(f"{explain}; got {text!r}.") from None
-    path = Path(text).expanduser()
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise FileNotFoundError(f"{explain}; {text} is not a file.")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

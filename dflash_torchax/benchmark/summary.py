@@ -15,7 +15,8 @@ DEFINITIONS = {
     "acceptance_by_position": "share of steps that committed the draft token at each position; position 0 is the anchor, "
     "so the sum of the row is tau",
     "exact": "prompts whose tokens all equal the reference's, of prompts compared",
-    "peak_memory_mb": "growth of the process (CPU) or peak of the device over one call",
+    "peak_memory_bytes": "growth of the process (CPU) or peak of the device over one untimed call for each method, "
+    "on its first batch",
     "compile_seconds": "tracing, lowering and compiling in the warm-up; not part of any other figure",
 }
 

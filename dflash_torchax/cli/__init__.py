@@ -12,7 +12,7 @@ import traceback
 from .._about import VERSION
 from . import output
 
-# Commands in the order of --help; one whose module is not installed is left out.
+# Commands in the order of --help, each a module here.
 COMMANDS = ("generate", "chat", "info", "benchmark", "study", "compile", "train")
 
 _EPILOG = """\
@@ -82,23 +82,12 @@ def _parser(argv):
     # Only the command asked for is imported; --help and a misspelt name need them all.
     asked = next((word for word in argv if not word.startswith("-")), None)
     for name in (asked,) if asked in COMMANDS else COMMANDS:
-        module = _module_of(name)
-        if module is not None:
-            module.add_parser(subparsers)
-            subparsers.choices[name].set_defaults(run=module.run)
+        module = importlib.import_module(f".{name}", __name__)
+        module.add_parser(subparsers)
+        subparsers.choices[name].set_defaults(run=module.run)
     for subparser in subparsers.choices.values():
         _add_debug(subparser)
     return parser
-
-
-def _module_of(name):
-    """The command's module, or None where this installation does not have it."""
-    try:
-        return importlib.import_module(f".{name}", __name__)
-    except ModuleNotFoundError as error:
-        if error.name != f"{__name__}.{name}":
-            raise
-        return None
 
 
 def _add_debug(parser):

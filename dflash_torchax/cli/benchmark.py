@@ -86,7 +86,7 @@ words.__name__, numbers.__name__ = "comma separated list", "comma separated list
 def run(args):
     _check(args)
     sets = _prompt_sets(args)
-    names = args.methods or (["ar"] if _draftless(args) else ["ar", "dflash"])
+    names = args.methods or (["ar"] if pair.draftless(args) else ["ar", "dflash"])
     from ..benchmark import compose
 
     for name in names:
@@ -100,10 +100,6 @@ def run(args):
     return output.EXIT_OK
 
 
-def _draftless(args):
-    return args.draft == pair.NO_DRAFT or (args.target is not None and args.draft is None)
-
-
 def _check(args):
     """Whatever would be a pity to find out after the measurement."""
     for path in (args.output, args.markdown):
@@ -111,16 +107,9 @@ def _check(args):
             output.check_writable(path)
     if args.plots:
         output.make_folder(args.plots)
-        _need_matplotlib()
+        output.need_matplotlib("--plots")
     if args.temperature < 0:
         raise CliError(f"--temperature: {args.temperature}; give 0 for greedy or a positive number.")
-
-
-def _need_matplotlib():
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise CliError("--plots: matplotlib is missing. Run: pip install 'dflash_torchax[benchmark]'") from None
 
 
 def _prompt_sets(args):
@@ -249,9 +238,9 @@ def _deliver(args, document):
         output.write_json(args.output, document)
     if args.markdown:
         output.write_text(args.markdown, report.markdown(document))
-    if args.plots:
-        plots.benchmark(document, args.plots)
     if args.json:
         output.print_json(document)
     else:
         report.print_rich(document, output.console())
+    if args.plots:
+        plots.benchmark(document, args.plots)

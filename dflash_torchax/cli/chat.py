@@ -36,7 +36,7 @@ def run(args):
     from .. import enable
 
     with output.waiting("Preparing ..."):
-        enable(loaded.model, loaded.draft, block_size=args.block_size if loaded.draft else None)
+        enable(loaded.model, loaded.draft, block_size=args.block_size)
     pair.seed(args)
     talk = Conversation(loaded, args.system, args.max_new_tokens, options)
     interactive = sys.stdin is not None and sys.stdin.isatty()
@@ -112,15 +112,15 @@ class Conversation:
     def reset(self):
         """Forget everything but the system message."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
-        self.cache = self.stats = None
-        self.seconds, self.tokens = 0.0, 0
+        self.cache = self.stats = self.seconds = None  # seconds and tokens of the last answer, stats if it was ended
+        self.tokens = 0
 
     def reply(self, text):
         """Yield (new ids, how many of them the draft proposed) per committed block; the turn counts once it was ended or closed."""
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = pair.encode(self.loaded.tokenizer, messages)
         call = self.loaded.model.generate.prepare(ids, return_dict_in_generate=True, cache=self.cache, **self.options)
-        answer, start = [], time.perf_counter()
+        self.stats, answer, start = None, [], time.perf_counter()
         try:
             for (new,), (accepted,) in call.blocks():
                 answer += new
@@ -132,11 +132,13 @@ class Conversation:
             self.messages = [*messages, {"role": "assistant", "content": said}]
 
     def stats_line(self):
-        """About the last answer, or None."""
-        if self.stats is None:
+        """About the last answer, or None; of a stopped one only what was seen of it."""
+        if self.seconds is None:
             return None
-        stats = self.stats
-        parts = [f"{self.tokens} tokens in {self.seconds:.1f} s", f"{stats.num_prefill_tokens} prompt tokens read"]
+        told, stats = f"{self.tokens} tokens in {self.seconds:.1f} s", self.stats
+        if stats is None:
+            return f"{told}, then stopped"
+        parts = [told, f"{stats.num_prefill_tokens} prompt tokens read"]
         if stats.num_drafted_tokens:
             parts.append(f"tau {stats.acceptance_length:.2f}, {stats.acceptance_rate:.0%} of drafted tokens accepted")
         return ", ".join(parts)
@@ -165,6 +167,5 @@ class Writer:
         # An unfinished UTF-8 character decodes to U+FFFD: wait for its other tokens.
         ready = len(text) if final else len(text.rstrip("\ufffd"))
         if ready > self.shown:
-            self.out.print(text[self.shown : ready], style=style, end="", markup=False, soft_wrap=True)
-            self.out.file.flush()
+            output.write(self.out, text[self.shown : ready], style)
             self.shown = ready

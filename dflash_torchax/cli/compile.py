@@ -54,10 +54,10 @@ def add_parser(subparsers):
 def run(args):
     from ..aot import pair
 
-    for path in (args.json, args.plot):
-        if path and path != "-":
-            output.check_writable(path)
+    _check(args)
     target, draft = _modules(args)
+    if args.save:
+        output.make_folder(args.save)
     sizes = {"tp": args.tp, "dp": args.dp, "batch": args.batch, "context": args.context, "cache": args.cache}
     document = pair.compile_pair(
         target,
@@ -70,30 +70,49 @@ def run(args):
         operations=args.operations or 0,
         **sizes,
     )
+    _write(args, document)
     if args.save:
-        output.make_folder(args.save)
         output.note("compiling the programs to save ...")
         for block_size in args.block_size or (None,):
             paths = pair.save_pair(
                 target, draft, args.topology, args.save, block_size=block_size, prefill=args.prefill or (256,), **sizes
             )
             document.setdefault("saved", []).extend(str(path) for path in paths)
+        _write(args, document)
+    if args.json == "-":
+        output.print_json(document)
+    else:
+        _show(document)
     if args.plot:
         from ..aot.plots import programs
 
         with output.replacing(args.plot) as scratch:
             programs(document, scratch)
-    if args.json == "-":
-        output.print_json(document)
-        return output.EXIT_OK
-    if args.json:
-        output.write_json(args.json, document)
-    _show(document)
     return output.EXIT_OK
 
 
+def _check(args):
+    """Whatever would be a pity to find out after minutes of compiling, and options that would have no effect."""
+    if args.preset and args.target:
+        raise CliError(f"--preset: {args.preset!r} has no effect with --target {args.target}; give one of the two.")
+    if args.benchmark and args.tau is not None:
+        raise CliError(f"--tau: {args.tau} has no effect with --benchmark, which gives its own; leave one of them out.")
+    if args.draft == "none":
+        given = {"--block-size": args.block_size, "--tau": args.tau, "--benchmark": args.benchmark}
+        for option in (option for option, value in given.items() if value is not None):
+            raise CliError(f"{option}: has no effect with --draft none; leave it out, or give a draft.")
+    if args.json and args.json != "-":
+        output.check_writable(args.json)
+    output.check_plot("--plot", args.plot)
+
+
+def _write(args, document):
+    if args.json and args.json != "-":
+        output.write_json(args.json, document)
+
+
 def _modules(args):
-    from ..aot.presets import PRESETS
+    from ..aot.presets import PRESETS, STAND_INS
     from ..aot.programs import abstract_draft, abstract_target, read_config
 
     if args.preset and args.preset.lower() not in PRESETS:
@@ -104,6 +123,9 @@ def _modules(args):
     draft = args.draft or (target if target.lower() in PRESETS else None)
     if draft is None:
         raise CliError("--draft: missing; give the draft's config, folder or repo id, or 'none' for plain decoding.")
+    if args.save and draft.lower() in STAND_INS:
+        raise CliError(f"--save: the preset {draft} has a stand-in for its draft's mask id, which every saved program would "
+                       f"contain; name the checkpoint itself with --draft FOLDER_OR_REPO, or leave --save out.")
     fields = None if draft == "none" else read_config(draft, 1)
     return abstract_target(read_config(target, 0)), None if fields is None else abstract_draft(fields)
 
@@ -134,7 +156,6 @@ def _show(document):
         f"context {document['context']}, {document['cache']}; "
         f"{chip['name']}: {chip['flops'] / 1e12:.0f} TFLOP/s, {chip['bandwidth'] / 1e9:.0f} GB/s, "
         f"{chip['hbm'] / 2**30:.0f} GiB",
-        markup=False,
     )
     table = Table(title="Programs, per device", title_justify="left")
     columns = (
@@ -170,20 +191,20 @@ def _show(document):
     for row in document["programs"]:
         moved = [f"{item['count']} {item['kind']} of {_size(item['bytes'])}" for item in row["collectives"]]
         if moved:
-            out.print(f"{row['name']}: {', '.join(moved)}", markup=False)
+            out.print(f"{row['name']}: {', '.join(moved)}")
         for name, count, cycles in row.get("operations", ()):
-            out.print(f"  {cycles:>12,} cycles  {count:>4} x  {name}", markup=False)
-    out.print(f"Largest context that fits: {document['largest_context']:,} tokens.", markup=False)
+            out.print(f"  {cycles:>12,} cycles  {count:>4} x  {name}")
+    out.print(f"Largest context that fits: {document['largest_context']:,} tokens.")
     for row in document["per_token"]:
         text = f"Block {row['block_size']}: a DFlash step costs {row['step_over_plain']:.2f} plain steps"
         if row["tau"] is not None:
             text += (
                 f"; at tau {row['tau']:.2f} {row['ms_per_token']:.2f} ms/token against {row['plain_ms']:.2f}, {row['speedup']:.2f}x"
             )
-        out.print(text + ".", markup=False)
+        out.print(text + ".")
     for path in document.get("saved", ()):
-        out.print(f"saved {path}", markup=False)
-    out.print(document["note"], style="dim", markup=False)
+        out.print(f"saved {path}")
+    out.print(document["note"], style="dim")
 
 
 def _size(count):

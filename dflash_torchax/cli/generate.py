@@ -31,6 +31,8 @@ def add_parser(subparsers):
 
 
 def run(args):
+    if args.raw and args.system:
+        raise CliError(f"--system: {args.system!r} has no effect with --raw; write it into the prompt, or leave out --raw.")
     prompt = _prompt(args.prompt)
     options = pair.sampling_options(args)
     loaded = pair.load(args)
@@ -39,7 +41,7 @@ def run(args):
     messages = ([{"role": "system", "content": args.system}] if args.system else []) + [{"role": "user", "content": prompt}]
     ids = pair.encode(loaded.tokenizer, messages, args.raw)
     with output.waiting("Preparing ..."):
-        enable(loaded.model, loaded.draft, block_size=args.block_size if loaded.draft else None)
+        enable(loaded.model, loaded.draft, block_size=args.block_size)
     _compile(loaded, ids, args.max_new_tokens, options)
     pair.seed(args)
     clock = TextClock(loaded.tokenizer, None if args.json else sys.stdout)

@@ -248,7 +248,7 @@ def _show(about):
     for part in (about, about.get("with")):
         if part is None:
             continue
-        out.print(f"[bold]{part['checkpoint']}[/bold]", soft_wrap=True)
+        out.print(part["checkpoint"], style="bold", soft_wrap=True)
         size = f", {part['parameters'] / 1e6:.1f} M parameters ({', '.join(part['dtypes'])})" if part.get("parameters") else ""
         rows = {"kind": part["kind"] + size, "dialect": part["dialect"]}
         rows["runs here"] = f"{'yes' if part['supported'] else 'no'}: {part['reason']}"
@@ -258,10 +258,10 @@ def _show(about):
             rows["guesses among"] = part["draft_vocabulary"]
         rows |= part["fields"]
         for name, value in rows.items():
-            out.print(f"  {name:<26} {_brief(value)}", markup=False, soft_wrap=True)
+            out.print(f"  {name:<26} {_brief(value)}", soft_wrap=True)
     if "fit" in about:
         verdict = about["fit"]
-        out.print(f"{'They fit' if verdict['fits'] else 'They do not fit'}: {verdict['reason']}", markup=False, soft_wrap=True)
+        out.print(f"{'They fit' if verdict['fits'] else 'They do not fit'}: {verdict['reason']}", soft_wrap=True)
 
 
 def _brief(value):

@@ -1,6 +1,6 @@
 """`dflash-torchax study k-flat`: is verifying K tokens as cheap as one? Measured here, estimated for a TPU."""
 
-from . import output
+from . import output, pair
 from .output import CliError
 
 _EPILOG = """\
@@ -22,8 +22,8 @@ def add_parser(subparsers):
     parser.add_argument("--preset", metavar="NAME", help="config to estimate with --topology; nothing is measured then")
     parser.add_argument("--topology", metavar="CHIP:SHAPE", help="also let a TPU's compiler estimate, e.g. v5p:2x2x1")
     parser.add_argument("--widths", type=_widths, metavar="K,K,...", help="tokens verified at once (default 1,2,4,...,128)")
-    parser.add_argument("--context", type=int, default=256, metavar="S", help="tokens in the cache (default 256)")
-    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="rounds of the measurement (default 9)")
+    parser.add_argument("--context", type=pair.positive, default=256, metavar="S", help="tokens in the cache (default 256)")
+    parser.add_argument("--repeats", type=pair.positive, default=9, metavar="N", help="rounds of the measurement (default 9)")
     parser.add_argument("--json", action="store_true", help="print the study as JSON instead of a table")
     parser.add_argument("--output", metavar="FILE", help="write the JSON there")
     parser.add_argument("--plot", metavar="FILE", help="write a plot there (.svg, .png, .pdf)")
@@ -32,24 +32,31 @@ def add_parser(subparsers):
 def run(args):
     from ..aot import widths
 
-    for path in (args.output, args.plot):
-        if path:
-            output.check_writable(path)
-    if args.preset and not args.topology:
-        raise CliError("--preset: has no weights to measure; add --topology, or measure a --target.")
+    _check(args)
     document = study(args, args.widths or widths.WIDTHS)
-    if args.plot:
-        from ..aot.plots import widths as plot
-
-        with output.replacing(args.plot) as scratch:
-            plot(document, scratch)
     if args.output:
         output.write_json(args.output, document)
     if args.json:
         output.print_json(document)
     else:
         _show(document)
+    if args.plot:
+        from ..aot.plots import widths as plot
+
+        with output.replacing(args.plot) as scratch:
+            plot(document, scratch)
     return output.EXIT_OK
+
+
+def _check(args):
+    """Whatever would be a pity to find out after the measurement."""
+    if args.output:
+        output.check_writable(args.output)
+    output.check_plot("--plot", args.plot)
+    if args.preset and not args.topology:
+        raise CliError("--preset: has no weights to measure; add --topology, or measure a --target.")
+    if args.preset and args.target:
+        raise CliError(f"--target: {args.target!r} has no effect with --preset {args.preset}; give one of the two.")
 
 
 def study(args, chosen):
@@ -118,12 +125,11 @@ def _show(document):
         ("estimated_flat_up_to", "By the compiler's estimate"),
     ):
         if key in document:
-            out.print(f"{how}: within 1.3 times the first width up to {document[key]} tokens.", markup=False)
+            out.print(f"{how}: within 1.3 times the first width up to {document[key]} tokens.")
     if "crossover_tokens" in document:
         out.print(
             f"A bfloat16 weight is read as fast as it is used up to {document['crossover_tokens']:.0f} tokens on this "
-            f"chip; beyond, cost grows with width. Estimates are the compiler's, not timings.",
-            markup=False,
+            f"chip; beyond, cost grows with width. Estimates are the compiler's, not timings."
         )
 
 

@@ -13,6 +13,7 @@ EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 0, 1, 2, 1
 
 _LINE = 160  # longest line `dumps` keeps in one piece
 _FILE_WIDTH = 140  # columns of a table that goes to a file or a pipe
+_PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 
 
 class CliError(Exception):
@@ -20,7 +21,10 @@ class CliError(Exception):
 
 
 def console(stderr=False):
-    """A rich console on stdout or stderr; a closed pipe raises BrokenPipeError instead of rich's silent exit."""
+    """A rich console on stdout or stderr that takes no text for markup or emoji codes.
+
+    A closed pipe raises BrokenPipeError instead of rich's silent exit.
+    """
     from rich.console import Console
 
     class Piped(Console):
@@ -29,12 +33,20 @@ def console(stderr=False):
 
     stream = sys.stderr if stderr else sys.stdout
     wide = None if stream.isatty() or os.environ.get("COLUMNS") else _FILE_WIDTH
-    return Piped(file=stream, highlight=False, width=wide)
+    return Piped(file=stream, highlight=False, markup=False, emoji=False, width=wide)
+
+
+def write(out, text, style=None):
+    """Write text on a console as it is, tabs included, and nothing after it."""
+    from rich.segment import Segment, Segments
+
+    out.print(Segments([Segment(text, out.get_style(style) if style else None)]), end="", soft_wrap=True)
+    out.file.flush()
 
 
 def note(message):
     """One line for the user that is not the result: on stderr, dimmed."""
-    console(stderr=True).print(message, style="dim", markup=False, soft_wrap=True)
+    console(stderr=True).print(message, style="dim", soft_wrap=True)
 
 
 def complain(message):
@@ -141,6 +153,24 @@ def check_writable(path):
         raise CliError(f"{path}: cannot be written; choose another file.")
 
 
+def check_plot(option, path):
+    """Raise CliError now where the plot that `option` asks for could not be made at the end; None is no plot."""
+    if path is None:
+        return
+    check_writable(path)
+    if Path(path).suffix.lower() not in _PLOT_SUFFIXES:
+        raise CliError(f"{option}: {str(path)!r} names no format; end it with one of {', '.join(_PLOT_SUFFIXES)}.")
+    need_matplotlib(option)
+
+
+def need_matplotlib(option):
+    """Raise CliError where matplotlib, which `option` needs, is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise CliError(f"{option}: matplotlib is missing. Run: pip install 'dflash_torchax[benchmark]'") from None
+
+
 def make_folder(path):
     """Make a folder for results; CliError where that cannot be."""
     try:
@@ -197,10 +227,12 @@ def quiet_libraries():
 
 @contextlib.contextmanager
 def waiting(message):
-    """A spinner on stderr while something takes its time; a plain line where stderr is no terminal."""
+    """A spinner on stderr while something takes its time; nothing where stderr is no terminal."""
+    from rich.text import Text
+
     err = console(stderr=True)
     if not err.is_terminal:
         yield
         return
-    with err.status(message):
+    with err.status(Text(message)):  # a str would be read as markup
         yield

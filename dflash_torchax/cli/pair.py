@@ -62,6 +62,11 @@ positive.__name__ = "positive integer"
 block_size_or_auto.__name__ = "positive integer or 'auto'"
 
 
+def draftless(args):
+    """Whether `args` ask for the target alone."""
+    return args.draft == NO_DRAFT or (args.target is not None and args.draft is None)
+
+
 def load(args, *, torch_weights=False):
     """Load the pair that `args` asks for.
 
@@ -70,8 +75,10 @@ def load(args, *, torch_weights=False):
         torch_weights: keep the weights in the torch module too, for methods that run PyTorch.
 
     Raises:
-        CliError: not found, not reachable or not a checkpoint; names the option.
+        CliError: not found, not reachable, not a checkpoint, or a block size without a draft; names the option.
     """
+    if draftless(args) and getattr(args, "block_size", None) is not None:
+        raise CliError(f"--block-size: {args.block_size} has no effect without a draft; give a --draft, or leave it out.")
     for option, path in (("--target", args.target), ("--draft", args.draft)):
         check_exists(option, path)
     output.quiet_libraries()

@@ -1,10 +1,9 @@
 """`dflash-torchax study`: questions answered from measurements. `scaling`: what longer blocks would bring."""
 
-import importlib
 import json
 from pathlib import Path
 
-from . import output
+from . import k_flat, output
 from .output import CliError
 
 _EPILOG = """\
@@ -16,9 +15,18 @@ examples:
 """
 
 
+_STUDIES = """\
+examples:
+  dflash-torchax study scaling --benchmark results.json
+  dflash-torchax study k-flat --widths 1,4,16,64 --output k_flat.json
+  dflash-torchax study scaling --cost k_flat.json
+"""
+
+
 def add_parser(subparsers):
     parser = subparsers.add_parser(
         "study",
+        epilog=_STUDIES,
         help="what measurements say about block sizes and cost by width",
         description="Answer a question from measurements.",
     )
@@ -36,46 +44,34 @@ def add_parser(subparsers):
     scaling.add_argument("--output", metavar="FILE", help="write the JSON there")
     scaling.add_argument("--plot", metavar="FILE", help="write a plot there (.svg, .png, .pdf)")
     scaling.set_defaults(study=run_scaling)
-    k_flat = _k_flat()
-    if k_flat is not None:
-        k_flat.add_parser(studies)
-        studies.choices["k-flat"].set_defaults(study=k_flat.run)
+    k_flat.add_parser(studies)
+    studies.choices["k-flat"].set_defaults(study=k_flat.run)
 
 
 def run(args):
     return args.study(args)
 
 
-def _k_flat():
-    """The module of `study k-flat`, or None where this installation does not have it."""
-    try:
-        return importlib.import_module(".k_flat", __package__)
-    except ModuleNotFoundError as error:
-        if error.name != f"{__package__}.k_flat":
-            raise
-        return None
-
-
 def run_scaling(args):
     from ..benchmark import scaling
 
-    for path in (args.output, args.plot):
-        if path:
-            output.check_writable(path)
+    if args.output:
+        output.check_writable(args.output)
+    output.check_plot("--plot", args.plot)
     if args.method and not args.benchmark:
         raise CliError("--method: belongs to a benchmark; add --benchmark FILE.")
     rows, source = scaling.from_benchmark(_read(args.benchmark), args.method) if args.benchmark else scaling.published()
     document = scaling.study(rows, source, scaling.parse_cost(args.cost) if args.cost else None)
-    if args.plot:
-        from ..benchmark import plots
-
-        plots.scaling(document, args.plot)
     if args.output:
         output.write_json(args.output, document)
     if args.json:
         output.print_json(document)
     else:
         _show(document, scaling)
+    if args.plot:
+        from ..benchmark import plots
+
+        plots.scaling(document, args.plot)
     return output.EXIT_OK
 
 
@@ -92,7 +88,7 @@ def _show(document, scaling):
     from rich.table import Table
 
     out = output.console()
-    out.print(document["source"], markup=False)
+    out.print(document["source"])
     for title, columns, rows in scaling.tables(document):
         table = Table(title=title, title_justify="left")
         for column in columns:
@@ -101,7 +97,7 @@ def _show(document, scaling):
             table.add_row(*row)
         out.print(table)
     for line in scaling.sentences(document):
-        out.print(line, markup=False)
+        out.print(line)
     out.print(
         "Two figures a..b: beyond the measured positions the last ratios, or one constant ratio, are continued. "
         "A longer block needs a draft trained for it.",
