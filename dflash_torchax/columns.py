@@ -19,19 +19,31 @@ class Columns:
         self.pad_id, self.criteria, self.has_eos = pad_id, criteria, has_eos
         self.met = np.zeros(len(input_ids), bool)
         self.rows = [[] for _ in range(len(input_ids))]
+        self.bonuses = [[] for _ in range(len(input_ids))]  # columns of the tokens that no draft proposed
         self.ended = np.zeros(len(input_ids), bool)  # by criteria; eos and limits end rows on the device
         self.sent = 0
+        self.taken = [0] * len(input_ids)
 
     def add(self, committed):
         """Take in a step's `engine.Committed`; yield int64 [batch] for every column that is complete now."""
-        for row, tokens, count, ended in zip(self.rows, committed.tokens, committed.counts, self.ended, strict=True):
-            row.extend([] if ended else tokens[:count].tolist())
+        for index in np.flatnonzero(~self.ended & (committed.counts > 0)):
+            self.rows[index].extend(committed.tokens[index, : committed.counts[index]].tolist())
+            self.bonuses[index].append(len(self.rows[index]) - 1)
         while (column := self._next(committed.finished)) is not None:
             self.sent += 1
             self.input_ids = torch.cat([self.input_ids, column[:, None]], dim=1)
             yield column
             if self.criteria is not None:
                 self._ask()
+
+    def take(self):
+        """(tokens per row since the last call, how many of them were drafted); what a criterion may still cut is kept back."""
+        ends = [len(row) if self.criteria is None else min(len(row), self.sent) for row in self.rows]
+        spans = list(zip(self.taken, ends, strict=True))
+        self.taken = ends
+        new = [row[start:end] for row, (start, end) in zip(self.rows, spans, strict=True)]
+        bonuses = [sum(start <= at < end for at in row) for row, (start, end) in zip(self.bonuses, spans, strict=True)]
+        return new, [len(tokens) - bonus for tokens, bonus in zip(new, bonuses, strict=True)]
 
     def _next(self, finished):
         done = self.ended | finished

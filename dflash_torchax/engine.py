@@ -160,7 +160,9 @@ class Engine:
         known = request.reuse.known(request)
         width = bucket(int((request.lengths - known).max()), _MIN_RESUME_BUCKET)
         slots = max(slots, bucket(int(known.max()) + width, _MIN_SLOTS), request.reuse.slots)
-        prompt = np.pad(request.prompt, ((0, 0), (0, slots - request.prompt.shape[1])))
+        prompt = self._filled_up(request).prompt
+        known = np.pad(known, (0, len(prompt) - len(known)))  # the kept caches have the rows that fill up, too
+        prompt = np.pad(prompt, ((0, 0), (0, slots - prompt.shape[1])))
         arrays = jax.device_put((known.astype(np.int32), prompt.astype(np.int32))) + arrays[1:]
         return self.resume_prompt(self.params, request.reuse.caches, *arrays, slots=slots, width=width)
 

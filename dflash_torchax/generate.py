@@ -139,13 +139,16 @@ class Call:
         self.stats = self.cache = None
         returns = config.return_dict_in_generate
         self.keep_scores, self.keep_logits = (bool(returns and flag) for flag in (config.output_scores, config.output_logits))
-        rules = [processors.translate(p, engine.decoder.target.head_size) for p in logits_processor]
+        prompt, lengths = right_padded(input_ids, model_kwargs.get("attention_mask"))
+        pads = (input_ids.shape[1] - lengths).astype(np.int32)
+        rules = [processors.translate(p, engine.decoder.target.head_size, pads) for p in logits_processor]
         self.on_host = None in rules or self.keep_scores or self.keep_logits
         guided = any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in logits_processor)
         if guided and engine.decoder.target.is_streamed:
             raise NotImplementedError("guidance_scale: it runs the torch model, which load_target leaves without weights; load the "
                                       "model with from_pretrained instead.")
-        self.request = self._request(model_kwargs, [] if self.on_host else rules)
+        reuse = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+        self.request = self._request(prompt, lengths, pads, reuse, [] if self.on_host else rules)
 
     def run(self):
         """Decode: HF's tensor of ids, or a `GenerateOutput` where return_dict_in_generate is set."""
@@ -154,17 +157,15 @@ class Call:
             run = self._host_run()
             generation = run.run()
             sequences = run.input_ids
+            self._close(generation)
         elif self.streamer is None and not self._has_own_criteria():
             generation = self.engine.run(self.request)
             sequences = padded_output(self.input_ids, self.request, generation, self.pad_id)
+            self._close(generation)
         else:
             columns = self._columns()
             *_, generation = self._stream(columns)
             sequences = columns.input_ids
-        if self.streamer is not None:
-            self.streamer.end()
-        if self.config.do_sample and not self.on_host:
-            check_sampled(generation)
         self.stats = generation.stats
         sequences = sequences.to(self.input_ids.device, self.input_ids.dtype)
         return self._output(sequences, generation, run) if self.config.return_dict_in_generate else sequences
@@ -178,17 +179,14 @@ class Call:
         if self.on_host:
             raise NotImplementedError("stream_blocks: these logits processors run on the host, column by column; use streamer=.")
         columns = self._columns()
-        said = [0] * len(columns.rows)
         for item in self._stream(columns):
             if isinstance(item, Committed):
-                new = [row[start:] for row, start in zip(columns.rows, said, strict=True)]
-                said = [len(row) for row in columns.rows]
-                yield new, [max(len(block) - 1, 0) for block in new]
+                yield columns.take()
             else:
                 self.stats, self.cache = item.stats, item.cache
 
     def _stream(self, columns):
-        """Run step by step, feeding streamer and criteria; yields what `Engine.stream` does."""
+        """Run step by step to the end, feeding streamer and criteria; yields what `Engine.stream` does."""
         steps = self.engine.stream(self.request)
         item = next(steps)
         while isinstance(item, Committed):
@@ -197,7 +195,15 @@ class Call:
                     self.streamer.put(column)
             yield item
             item = steps.send(columns.ended)
+        self._close(item)
         yield item
+
+    def _close(self, generation):
+        """What every way to the end has in common."""
+        if self.streamer is not None:
+            self.streamer.end()
+        if self.config.do_sample and not self.on_host:
+            check_sampled(generation)
 
     def _host_run(self):
         return HostRun(
@@ -224,8 +230,7 @@ class Call:
             **{_CACHE_FIELD: generation.cache},
         )
 
-    def _request(self, model_kwargs, rules):
-        prompt, lengths = right_padded(self.input_ids, model_kwargs.get("attention_mask"))
+    def _request(self, prompt, lengths, pads, reuse, rules):
         new_tokens = int(self.config.max_length) - self.input_ids.shape[1]
         limits = (lengths + new_tokens).astype(np.int32)
         target, longest = self.engine.decoder.target, int(limits.max())
@@ -241,12 +246,11 @@ class Call:
         eos = self.config._eos_token_tensor
         do_sample = bool(self.config.do_sample)
         seed = torch.randint(2**31, (2,), generator=self.generator).tolist() if do_sample and not self.on_host else (0, 0)
-        reuse = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
         if isinstance(reuse, GenerationCache):
             reuse.check_owner(self.engine)
         return Request(
             prompt, lengths, limits, () if eos is None else tuple(eos.reshape(-1).tolist()),
-            host_rules(len(lengths), rules, (self.input_ids.shape[1] - lengths).astype(np.int32), self.pad_id, seed,
-                       do_sample=do_sample, draft_sampling=self.engine.draft_sampling),
+            host_rules(len(lengths), rules, pads, self.pad_id, seed,
+                       do_sample=do_sample, draft_sampling=self.engine.draft_sampling if do_sample else "greedy"),
             reuse if isinstance(reuse, GenerationCache) else None, bool(self.config.return_dict_in_generate),
         )

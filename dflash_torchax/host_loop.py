@@ -43,6 +43,7 @@ class HostRun:
     scores: tuple = ()
     logits: tuple = ()
 
+    @torch.no_grad()  # some processors run the torch model
     def run(self):
         """Run to the end: `Generation`; `input_ids`, `scores` and `logits` are filled."""
         rows = len(self.input_ids)

@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from transformers.generation import logits_process as hf
 
 _NEVER = -jnp.inf
@@ -66,13 +67,15 @@ def for_draft(rules):
     return tuple(rule for rule in rules if rule.kind in _HELPS_DRAFT)
 
 
-def translate(processor, vocab_size):
-    """HF processor object -> `Rule`, or None when it has to run on the host.
+def translate(processor, vocab_size, pads):
+    """HF processor object -> `Rule`, or None when it has to run on the host; `pads` int [batch] is the left padding.
 
     Raises:
         ValueError: a sequence names a word beyond the vocabulary; HF refuses that too.
     """
     build = _TRANSLATE.get(type(processor))
+    if build is _from_repetition and not _skips(processor.prompt_ignore_length, pads):
+        return None
     rule = None if build is None else build(processor)
     if rule is not None and rule.kind == "sequence_bias" and rule.values[0].max() >= vocab_size:
         raise ValueError(f"sequence_bias / bad_words_ids: {int(rule.values[0].max())} is beyond the model's {vocab_size} words.")
@@ -245,9 +248,13 @@ def _ids(ids, fill=-1):
     return np.pad(ids, (0, -len(ids) % 8), constant_values=fill)
 
 
+def _skips(ignored, pads):
+    """Whether a `prompt_ignore_length` leaves just the padding out (HF's tensor), or counts columns where there is none."""
+    return np.array_equal(ignored.cpu().numpy(), pads) if isinstance(ignored, torch.Tensor) else not pads.any()
+
+
 def _from_repetition(p):
     ignored = p.prompt_ignore_length
-    # A tensor there is HF's count of left padding, which our prefixes do not contain.
     return Rule((_real(p.penalty), _whole(ignored if isinstance(ignored, int) else 0)), "repetition")
 
 

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from . import attention, bridge
 from .cache import LentCache
+from .loading import PARAMS_ATTRIBUTE
 from .sharding import Placement
 
 
@@ -194,12 +195,15 @@ def _rope_is_dynamic(config):
 
 def _skeleton_of(model):
     """A deep copy of the module tree on the meta device, attending through this package."""
-    memo = {id(model.__dict__.get("generate")): None}  # an enabled model's generate belongs to another engine
+    # An enabled model's generate belongs to another engine; load_target's arrays would be copied on the device.
+    left_out = ("generate", PARAMS_ATTRIBUTE)
+    memo = {id(model.__dict__[name]): None for name in left_out if name in model.__dict__}
     for tensor in (*model.parameters(), *model.buffers()):
         meta = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = torch.nn.Parameter(meta, False) if isinstance(tensor, torch.nn.Parameter) else meta
     skeleton = copy.deepcopy(model, memo).eval()
-    skeleton.__dict__.pop("generate", None)
+    for name in left_out:
+        skeleton.__dict__.pop(name, None)
     skeleton.set_attn_implementation(attention.IMPLEMENTATION)
     return skeleton
 

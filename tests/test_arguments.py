@@ -152,5 +152,7 @@ def test_guidance_scale(model):
     options = {"max_new_tokens": 10, "do_sample": False, "guidance_scale": 1.5}
     expected = model.generate(ids, **options)
     ours = enable(tiny_target(), random_draft(model))
-    assert torch.equal(ours.generate(ids, **options), expected)
+    output = ours.generate(ids, output_scores=True, return_dict_in_generate=True, **options)
+    assert torch.equal(output.sequences, expected)
+    assert not output.scores[0].requires_grad
     disable(ours)

@@ -53,6 +53,14 @@ few_words.vocabulary = torch.arange(10, 58)
 with enabled(loaded, few_words, mesh=mesh):
     engine = loaded.generate.engine
     assert torch.equal(loaded.generate(ids, max_new_tokens=8, do_sample=False), expected)
+    # One row on two data shards: a cache is reused although its batch was filled up.
+    options = dict(max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    first = loaded.generate(ids, **options)
+    longer = torch.cat([first.sequences, torch.tensor([[11, 12, 13]])], dim=1)
+    again = loaded.generate(longer, cache=first.cache, **options)
+    assert torch.equal(again.sequences, loaded.generate(longer, **options).sequences)
+    assert again.stats.num_prefill_tokens < longer.shape[1] / 2
+assert not hasattr(engine.decoder.target.skeleton, "_dflash_torchax_params")
 specs = lambda name, params: params[name].sharding.spec
 target, (draft, head) = engine.params.target, engine.params.draft
 model_axes = ("tp",)

@@ -4,7 +4,13 @@ import functools
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from dflash_torchax import enable, last_stats
 
@@ -105,6 +111,14 @@ def test_processors_on_the_host(kind, name, rows):
     ours, theirs, streamer = both(kind, rows, ON_HOST[name], streamed=True)
     assert torch.equal(ours, theirs)
     assert torch.equal(torch.stack(streamer.puts[1:], dim=1), ours[:, streamer.puts[0].shape[1] :])
+
+
+@pytest.mark.parametrize("ignored", [None, 2, torch.tensor([4, 9, 0]), torch.tensor([0, 0, 12])])
+def test_repetition_penalty_as_an_object_counts_what_hf_counts(ignored):
+    """HF's own keyword leaves the padding out; an object may count it, here as a word that is also eos."""
+    make = lambda: {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3, ignored)]), "eos_token_id": 0}
+    ours, theirs, _ = both("random", 3, make)
+    assert torch.equal(ours, theirs)
 
 
 def test_a_users_processor_sees_each_column_once():

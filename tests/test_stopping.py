@@ -1,13 +1,15 @@
 """Laws of ending: eos at any offset of a block, limits, streaming order, no state left between calls."""
 
+import dataclasses
 import threading
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from dflash_torchax import disable, enable, enabled, last_stats
+from dflash_torchax import disable, enable, enabled, last_stats, stream_blocks
 
 from .tiny import MASK_ID, ScriptedProposer, left_padded, random_draft, random_prompts, scripts, tiny_target
 
@@ -163,6 +165,29 @@ def test_streamer_gets_what_hf_gives_it(model, drafts, script, kind, rows):
     assert torch.equal(ours.puts[0], ids)
     assert torch.equal(torch.stack(ours.puts[1:], dim=1), output[:, ids.shape[1] :])
     assert ours.ended == 1
+
+
+def test_blocks_add_up_to_the_output_where_a_criterion_ends_a_row(drafts, script, monkeypatch):
+    """The first row's draft is perfect, the others' wrong: its criterion is asked long after its block was committed."""
+    model, ahead = drafts["perfect"], script.copy()
+    ahead[1:] += 1
+    engine = model.generate.engine
+    monkeypatch.setattr(engine, "params", dataclasses.replace(engine.params, draft=jnp.asarray(ahead)))
+    ids, mask = left_padded(PROMPTS)
+    end = int(script[0, len(PROMPTS[0]) + 4])
+    streamer = Recorder()
+    options = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0,
+               "stopping_criteria": [lambda ids, scores: ids[:, -1] == end], "eos_token_id": 96}
+    output = model.generate(ids, **options)
+    said = [[] for _ in PROMPTS]
+    for new, accepted in stream_blocks(model, ids, streamer=streamer, **options):
+        assert all(0 <= count <= len(row) for row, count in zip(new, accepted, strict=True))
+        for row, tokens in zip(said, new, strict=True):
+            row += tokens
+    width = output.shape[1] - ids.shape[1]
+    assert [row + [0] * (width - len(row)) for row in said] == output[:, ids.shape[1] :].tolist()
+    assert len(said[0]) == 5
+    assert streamer.ended == 1
 
 
 def test_stats_add_up(drafts):

@@ -129,4 +129,4 @@ def save_pair(target, draft, topology, folder, *, tp=1, dp=1, batch=1, context=2
     compiler = Compiler(target, draft, mesh, Shape(batch, context, block_size, as_served=True), cache)
     check_fits(compiler, chip_of(topology), topology, tp)
     programs = [("prefill", compiler.prefill(width)) for width in prefill] + [("decode_loop", compiler.decode_loop())]
-    return [save_executable(p.compiled, p.args, p.kwargs, folder, name, list(mesh.devices.flat)) for name, p in programs]
+    return [save_executable(p.compiled, p.args, p.kwargs, folder, name, compiler.engine) for name, p in programs]

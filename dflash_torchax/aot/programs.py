@@ -16,11 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..config import DFlashConfig
 from ..draft_model import DFlashDraftModel
-from ..engine import _MIN_SLOTS, Engine, bucket, host_rules
+from ..engine import _MIN_EOS, _MIN_SLOTS, Engine, bucket, host_rules
 from ..sampling import greedy
 from .presets import PRESETS
-
-_EOS_IDS = 8
 
 
 def read_config(name, part):
@@ -191,7 +189,7 @@ class Compiler:
     def _prompt(self, engine, width):
         """(arguments, static arguments) of a prefill of `width` tokens a row."""
         row = self._ids(self.shape.batch)
-        args = engine.params, self._ids(self.shape.batch, width), row, row, self._ids(_EOS_IDS), self._rules()
+        args = engine.params, self._ids(self.shape.batch, width), row, row, self._ids(_MIN_EOS), self._rules()
         return args, {"slots": self.slots(engine), "keep_cache": False}
 
     def _rules(self):
