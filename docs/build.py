@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import tpu_estimates
+import training_curves
 
 import dflash_torchax
 from dflash_torchax.benchmark import plots, report, scaling
@@ -206,6 +207,7 @@ def main(argv):
         document = benchmark_document()
         plots.benchmark(document, DOCS / "images")
         plots.scaling(studies(document)[0], DOCS / "images" / "scaling.svg")
+    training_curves.draw(json.loads(training_curves.FILE.read_text(encoding="utf-8")), DOCS / "images" / "training.svg")
     print(f"{len(stale)} pages changed")
     return 0
 
