@@ -31,14 +31,14 @@ def curve(folders):
 
 def draw(document, path):
     """One panel per task, one line per draft."""
-    figure = plots._figure(8, 2.6)
+    figure = plots.figure_of(8, 2.6)
     for axes, task in zip(figure.subplots(1, len(TASKS)), TASKS, strict=True):
         for name, points in document.items():
             axes.plot([p["minutes"] for p in points], [p[task] for p in points], marker=".", label=name)
         axes.set(title=task, xlabel="minutes of training")
     figure.axes[0].set_ylabel("held-out tau, teacher forced")
     figure.axes[0].legend(frameon=False)
-    plots._save(figure, path)
+    plots.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,13 @@
 """Plots of what a compiler said, as image files."""
 
-from pathlib import Path
-
-from ..benchmark.plots import UNDATED
-
-
-def _axes(size):
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("plot: matplotlib is missing. Run: pip install 'dflash_torchax[benchmark]'") from None
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "dflash_torchax"  # equal data give equal files
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _save(figure, path):
-    figure.savefig(path, dpi=120, metadata=UNDATED.get(Path(path).suffix.lower()))
+from ..benchmark.plots import figure_of, save
 
 
 def programs(document, path):
     """Bars of estimated and roofline ms per program of a `pair.compile_pair` document."""
     rows = document["programs"]
-    figure, axes = _axes((1.6 + 1.1 * len(rows), 3.4))
+    figure = figure_of(1.6 + 1.1 * len(rows), 3.4)
+    axes = figure.add_subplot()
     index = range(len(rows))
     axes.bar([i - 0.2 for i in index], [row["roofline_ms"] for row in rows], 0.4, label="roofline", color="#8c8c8c")
     axes.bar([i + 0.2 for i in index], [row["estimated_ms"] for row in rows], 0.4, label="compiler's estimate", color="#4c72b0")
@@ -34,12 +16,13 @@ def programs(document, path):
         ylabel="ms", title=f"{document['topology']}, tp {document['tp']}, batch {document['batch']}, context {document['context']}"
     )
     axes.legend()
-    _save(figure, path)
+    save(figure, path)
 
 
 def widths(document, path):
     """Verify cost against width, measured and estimated, of a k-flat document."""
-    figure, axes = _axes((5.2, 3.4))
+    figure = figure_of(5.2, 3.4)
+    axes = figure.add_subplot()
     for key, label in (("ms", "measured here"), ("estimated_ms", "compiler's estimate"), ("roofline_ms", "roofline")):
         points = [(row["width"], row[key]) for row in document["rows"] if row.get(key) is not None]
         if points:
@@ -50,4 +33,4 @@ def widths(document, path):
     axes.set_yscale("log")
     axes.set(xlabel="tokens verified at once", ylabel="ms", title=document["title"])
     axes.legend()
-    _save(figure, path)
+    save(figure, path)

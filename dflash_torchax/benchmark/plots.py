@@ -3,11 +3,12 @@
 from pathlib import Path
 
 # What savefig would write a date into, by suffix: equal data give equal files.
-UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+_UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
 
 
-def _figure(width, height):
+def figure_of(width, height):
+    """An empty figure of that size in inches, in the style of all plots; ImportError where matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -20,11 +21,13 @@ def _figure(width, height):
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure, path):
+def save(figure, path):
+    """Write a figure as a whole; returns its path."""
     from ..cli.output import replacing
 
+    path = Path(path)
     with replacing(path) as scratch:
-        figure.savefig(scratch, dpi=120, metadata=UNDATED.get(path.suffix.lower()))
+        figure.savefig(scratch, dpi=120, metadata=_UNDATED.get(path.suffix.lower()))
     return path
 
 
@@ -46,7 +49,7 @@ def _bars(first, field, title, path, spread=False):
     labels = list(dict.fromkeys(label for rows in first.values() for label, row in rows.items() if row.get(field) is not None))
     if not labels:
         return None
-    figure = _figure(1.5 + 0.42 * len(labels) * len(first), 3.2)
+    figure = figure_of(1.5 + 0.42 * len(labels) * len(first), 3.2)
     axes, width = figure.subplots(), 0.8 / len(labels)
     for place, label in enumerate(labels):
         groups = [(x, rows[label]) for x, rows in enumerate(first.values()) if rows.get(label, {}).get(field) is not None]
@@ -69,7 +72,7 @@ def _bars(first, field, title, path, spread=False):
     axes.set_xticks(range(len(first)), list(first))
     axes.set_title(title, loc="left")
     axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.1))
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _positions(first, label, path):
@@ -81,21 +84,21 @@ def _positions(first, label, path):
     }
     if not rows:
         return None
-    figure = _figure(4.8, 3.2)
+    figure = figure_of(4.8, 3.2)
     axes = figure.subplots()
     for (name, shares), colour in zip(rows.items(), _COLOURS * len(rows), strict=False):
         axes.plot(range(len(shares)), shares, marker="o", markersize=3, color=colour, label=f"{name} (tau {sum(shares):.2f})")
     axes.set(xlabel="position in the block (0 is the anchor)", ylim=(0, 1.03))
     axes.set_title(f"share of steps that commit the position, {label}", loc="left")
     axes.legend(fontsize=7, frameon=False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _tokens(traces, path):
     """New tokens over time for one prompt of each set."""
     if not any(events for methods in traces.values() for events in methods.values()):
         return None
-    figure = _figure(3.4 * len(traces), 3.2)
+    figure = figure_of(3.4 * len(traces), 3.2)
     labels = list(dict.fromkeys(label for methods in traces.values() for label in methods))
     for axes, (name, methods) in zip(figure.subplots(1, len(traces), squeeze=False)[0], traces.items(), strict=True):
         for label, events in methods.items():
@@ -110,12 +113,12 @@ def _tokens(traces, path):
         axes.set(xlabel="seconds since the call", ylabel="new tokens")
         axes.set_title(f"{name}, first prompt", loc="left")
     axes.legend(fontsize=7, frameon=False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def scaling(study, path):
     """Expected tau against block size, a line per task, dashed where it is extrapolated."""
-    figure = _figure(5.4, 3.4)
+    figure = figure_of(5.4, 3.4)
     axes = figure.subplots()
     for task, colour in zip(study["tasks"], _COLOURS * len(study["tasks"]), strict=False):
         sizes, taus, measured = study["block_sizes"], task["expected_tau"], task["measured_positions"]
@@ -128,4 +131,4 @@ def scaling(study, path):
     axes.set(xlabel="block size", ylabel="expected tau")
     axes.set_title("expected tau by block size (dashed: extrapolated)", loc="left")
     axes.legend(fontsize=7, frameon=False)
-    return _save(figure, Path(path))
+    return save(figure, path)

@@ -86,8 +86,7 @@ def run(args):
     if args.plot:
         from ..aot.plots import programs
 
-        with output.replacing(args.plot) as scratch:
-            programs(document, scratch)
+        programs(document, args.plot)
     return output.EXIT_OK
 
 

@@ -34,17 +34,11 @@ def run(args):
 
     _check(args)
     document = study(args, args.widths or widths.WIDTHS)
-    if args.output:
-        output.write_json(args.output, document)
-    if args.json:
-        output.print_json(document)
-    else:
-        _show(document)
+    output.deliver(args, document, _show)
     if args.plot:
         from ..aot.plots import widths as plot
 
-        with output.replacing(args.plot) as scratch:
-            plot(document, scratch)
+        plot(document, args.plot)
     return output.EXIT_OK
 
 

@@ -196,6 +196,16 @@ def replacing(path):
             os.unlink(scratch)
 
 
+def deliver(args, document, show):
+    """Write --output and print --json or what `show(document)` prints; a plot comes after, so that it can lose nothing."""
+    if args.output:
+        write_json(args.output, document)
+    if args.json:
+        print_json(document)
+    else:
+        show(document)
+
+
 def write_text(path, text):
     """Write a text file as a whole: readers see the old one or the new one."""
     with replacing(path) as scratch:

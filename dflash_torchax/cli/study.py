@@ -62,12 +62,7 @@ def run_scaling(args):
         raise CliError("--method: belongs to a benchmark; add --benchmark FILE.")
     rows, source = scaling.from_benchmark(_read(args.benchmark), args.method) if args.benchmark else scaling.published()
     document = scaling.study(rows, source, scaling.parse_cost(args.cost) if args.cost else None)
-    if args.output:
-        output.write_json(args.output, document)
-    if args.json:
-        output.print_json(document)
-    else:
-        _show(document, scaling)
+    output.deliver(args, document, lambda document: _show(document, scaling))
     if args.plot:
         from ..benchmark import plots
 
